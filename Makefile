@@ -1,0 +1,40 @@
+# Two commands matter: `make demo` and `make test`. Both set up .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TEST_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+
+.PHONY: setup demo test test-all check bench docs clean
+
+setup: $(BIN)/.ready
+
+$(BIN)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
+	touch $@
+
+demo: setup
+	TOKENIZERS_PARALLELISM=false $(BIN)/opd demo $(ARGS)
+
+test: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+test-all: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+docs: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,117 @@
+"""One forward pass over prompt + completion, for teacher and student alike.
+
+Sequences are padded on the right and no attention mask is passed: under causal attention nothing left of a pad can see
+it, so positions are contiguous from prompt to completion by construction, whatever the padding. The head never runs
+over prompt positions: what comes out are the last hidden states that predict completion tokens, and nothing else.
+
+B sequences, T tokens, N completion tokens of the batch, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The causal language model inside, without a peft wrapper (its LoRA layers stay in place)."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model is not None else model  # pyright: ignore[reportReturnType]
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """The decoder without its head: ids in, last hidden states out."""
+    decoder = base_model(model).get_decoder()
+    assert isinstance(decoder, nn.Module)
+    return decoder
+
+
+@contextmanager
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Matrix products in `dtype`. Trained weights stay in float32, so bfloat16 compute means autocast, not bfloat16 weights."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        yield
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside, every module's own mode back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def pad_right(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Input ids and where to read.
+
+    The last completion token is no input: nothing after it is predicted.
+
+    Returns:
+        ids_BT [B, T] int64 (prompt + completion[:-1], padded on the right) and rows_N [N] int64, the flat positions in
+        B*T whose hidden state predicts a completion token, sequence by sequence, in order.
+    """
+    length = max(len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True))
+    ids_BT = torch.full((len(prompts), length), pad_id, dtype=torch.int64)
+    rows: list[Tensor] = []
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        assert prompt, "a prompt has at least one token"
+        assert completion, "a completion has at least one token"
+        sequence = [*prompt, *completion[:-1]]
+        ids_BT[index, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+        first = index * length + len(prompt) - 1
+        rows.append(torch.arange(first, first + len(completion)))
+    return ids_BT.to(device), torch.cat(rows).to(device)
+
+
+def completion_hidden(body: nn.Module, ids_BT: Tensor, rows_N: Tensor) -> Tensor:
+    """Last hidden states [N, D] at the flat positions `rows_N` of `ids_BT`."""
+    hidden_BTD: Tensor = body(input_ids=ids_BT, use_cache=False).last_hidden_state
+    return hidden_BTD.flatten(0, 1).index_select(0, rows_N)
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices grouped so that (rows x longest) of each group stays within `max_tokens`; longest first, order kept on ties.
+
+    A single sequence longer than `max_tokens` is a group of its own: nothing is cut.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def score_hidden(
+    body: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    *,
+    pad_id: int,
+    max_tokens: int,
+    device: torch.device,
+) -> Tensor:
+    """Hidden states [N, D] of all completions in the order given, computed in micro-batches of at most `max_tokens`."""
+    parts: list[Tensor] = [torch.empty(0)] * len(prompts)
+    lengths = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+    for group in micro_batches(lengths, max_tokens):
+        ids_BT, rows_N = pad_right([prompts[i] for i in group], [completions[i] for i in group], pad_id, device)
+        hidden_ND = completion_hidden(body, ids_BT, rows_N)
+        for index, part in zip(group, hidden_ND.split([len(completions[i]) for i in group]), strict=True):
+            parts[index] = part
+    return torch.cat(parts)

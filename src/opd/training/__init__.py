@@ -1,0 +1,1 @@
+"""The loop: rollout, score, update, record."""

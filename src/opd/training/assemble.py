@@ -1,0 +1,95 @@
+"""A recipe becomes its parts: data, prompts, student, teacher, sampler, loss. What cannot work is refused before models load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from opd.config.schema import ModelTeacherConfig, Recipe, SelfTeacherConfig
+from opd.data import Problems, load_problems
+from opd.data.render import Renderer
+from opd.errors import OpdError
+from opd.loss import Loss, build
+from opd.models import load_tokenizer, vocabulary_difference
+from opd.rollout.hf import HfSampler
+from opd.seeds import derive_seed
+from opd.teacher import ModelTeacher, SelfTeacher, Teacher
+from opd.training.student import Student, load_student
+from opd.types import PromptPair
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. `pairs` are the usable training prompts; `dropped` counts the others by reason."""
+
+    recipe: Recipe
+    problems: Problems
+    renderer: Renderer
+    pairs: Sequence[PromptPair]
+    dropped: dict[str, int]
+    student: Student
+    teacher: Teacher
+    sampler: HfSampler
+    loss: Loss
+
+    def sampler_with(self, weights: Callable[[], AbstractContextManager[None]]) -> HfSampler:
+        """A sampler over the same model with other weights in place, e.g. `student.adapter_off`."""
+        return _sampler(self.student, weights)
+
+
+def assemble(recipe: Recipe, device: torch.device) -> Parts:
+    """Load everything that the recipe names."""
+    loss = build(recipe.loss)
+    problems = load_problems(recipe.data.train, on_bad_row=recipe.data.on_bad_row)
+    tokenizer = load_tokenizer(recipe.student)
+    teacher_tokenizer = tokenizer
+    if isinstance(recipe.teacher, ModelTeacherConfig):
+        teacher_tokenizer = load_tokenizer(recipe.teacher)
+        difference = vocabulary_difference(tokenizer, teacher_tokenizer)
+        if difference is not None:
+            raise OpdError(
+                f"{recipe.teacher.model} cannot teach {recipe.student.model}: their vocabularies differ.",
+                why=difference,
+                fix="Choose a teacher of the same family; token ids must mean the same on both sides.",
+            )
+    renderer = Renderer(recipe.prompt, recipe.context, tokenizer, teacher_tokenizer, problems.problems, recipe.seed)
+    rendered = renderer.pairs(problems.problems)
+    if not rendered.pairs:
+        raise OpdError(
+            "No training prompt is left.",
+            why=f"All {len(problems.problems)} problems were dropped: {dict(rendered.dropped)}.",
+            fix="Raise prompt.max_student_prompt_tokens and prompt.max_teacher_prompt_tokens, or look at the data.",
+        )
+    student = load_student(recipe.student, device=device, seed=derive_seed(recipe.seed, "adapter"))
+    return Parts(
+        recipe=recipe,
+        problems=problems,
+        renderer=renderer,
+        pairs=rendered.pairs,
+        dropped={**problems.dropped, **rendered.dropped},
+        student=student,
+        teacher=_teacher(recipe, student, device),
+        sampler=_sampler(student, student.merged if recipe.rollout.merge_adapter else nullcontext),
+        loss=loss,
+    )
+
+
+def _teacher(recipe: Recipe, student: Student, device: torch.device) -> Teacher:
+    max_tokens = recipe.train.micro_batch_tokens
+    if isinstance(recipe.teacher, SelfTeacherConfig):
+        return SelfTeacher(student, recipe.teacher.weights, max_tokens=max_tokens)
+    return ModelTeacher(recipe.teacher, vocab_size=student.loaded.vocab_size, device=device, max_tokens=max_tokens)
+
+
+def _sampler(student: Student, weights: Callable[[], AbstractContextManager[None]]) -> HfSampler:
+    return HfSampler(
+        student.model,
+        stop_ids=student.loaded.stop_ids,
+        pad_id=student.loaded.pad_id,
+        vocab_size=student.loaded.vocab_size,
+        dtype=student.dtype,
+        weights=weights,
+    )

@@ -1,0 +1,68 @@
+"""`opd.train`: from a recipe to a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opd.config.check import check
+from opd.config.load import LoadedRecipe, load_recipe
+from opd.errors import OpdError
+from opd.training.assemble import assemble
+from opd.training.distributed import Ranks
+from opd.training.loop import RunResult, fit
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    skip_doctor: bool = False,
+    device: str | None = None,
+    command: str | None = None,
+) -> RunResult:
+    """Train a student by on-policy distillation.
+
+    Args:
+        recipe: path of a YAML recipe, or the same as a mapping.
+        overrides: `key.sub=value`, applied last.
+        resume: go on from the newest whole checkpoint of the run's folder.
+        skip_doctor: leave out the checks that run before the first step.
+        device: "cpu" to stay off an available GPU; default: what accelerate picks.
+        command: how to repeat this run, for the model card; default: this process's command line.
+
+    Returns:
+        RunResult with folder, metrics of the last step, the final adapter's folder and the resolved recipe.
+
+    Raises:
+        OpdError: for everything a recipe, its data or its models can get wrong, before training where possible.
+    """
+    loaded = load_recipe(recipe, overrides)
+    check(loaded.recipe)
+    folder = run_folder(loaded, resume=resume)
+    if loaded.recipe.train.num_threads is not None:
+        torch.set_num_threads(loaded.recipe.train.num_threads)
+    ranks = Ranks(loaded.recipe.log, folder, device=device)
+    parts = assemble(loaded.recipe, ranks.device)
+    if not skip_doctor:
+        from opd.diagnose.doctor import examine, refuse_if_failed
+
+        refuse_if_failed(examine(parts, folder=folder if ranks.is_main else None))
+    return fit(parts, loaded, folder, ranks, resume=resume, command=command)
+
+
+def run_folder(loaded: LoadedRecipe, *, resume: bool) -> Path:
+    """The run's folder, made if missing. A folder that already holds a run is only entered to resume it."""
+    folder = loaded.recipe.folder or Path("runs") / loaded.recipe.name
+    if not resume and (folder / "steps.jsonl").exists():
+        raise OpdError(
+            f"{folder} already holds a run.",
+            why="Training into it would mix two runs.",
+            fix=f"Choose another folder (folder=runs/{loaded.recipe.name}-2), or go on with --resume.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,138 @@
+"""The model that samples and learns: its trained parameters, its head, and its weights at other times (initial, merged)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opd.config.schema import LoraConfig, ModelConfig, StudentConfig
+from opd.errors import OpdError
+from opd.forward import body_of, completion_hidden
+from opd.loss.head import Head
+from opd.models import LoadedModel, load
+
+
+class StudentBody(nn.Module):
+    """The student's decoder as the module that is prepared for several processes: ids in, hidden states [N, D] out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BT: Tensor, rows_N: Tensor) -> Tensor:
+        """Hidden states [N, D] that predict the completion tokens; see `opd.forward.pad_right`."""
+        return completion_hidden(body_of(self.model), ids_BT, rows_N)
+
+
+class Student:
+    """The student model with its trained weights in float32 and products in the recipe's dtype.
+
+    Args:
+        loaded: model and tokenizer as loaded; peft wraps the model in place when `config.adapter` is LoRA.
+        config: the recipe's student section.
+        seed: of the adapter's initial weights.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: StudentConfig, *, seed: int) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.model: nn.Module = loaded.model
+        if isinstance(config.adapter, LoraConfig):
+            self.model = _add_lora(loaded.model, config.adapter, seed)
+        if config.gradient_checkpointing:
+            loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.module = StudentBody(self.model)
+        self.head = Head.from_model(self.model, vocab_size=loaded.vocab_size)
+        self.device = self.head.weight.device
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the initial weights are the model with its adapter off."""
+        return isinstance(self.config.adapter, LoraConfig)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name, in a fixed order."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the trained parameters."""
+        return {name: parameter.detach().clone() for name, parameter in self.trained().items()}
+
+    @contextmanager
+    def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The trained parameters hold `weights` inside, and their own values afterwards, to the bit."""
+        trained = self.trained()
+        own = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data = weights[name]
+            yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = own[name]
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """The initial weights: only where training is through an adapter."""
+        assert self.has_adapter
+        with self.model.disable_adapter():  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues, reportUnknownVariableType]
+            yield
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """The adapter folded into copies of the weights it adapts; the weights themselves are never written to.
+
+        Folding in place and unfolding again would leave rounding errors of bfloat16 in the base model at every step.
+        """
+        from peft.tuners.lora import Linear as LoraLinear
+
+        layers = [module for module in self.model.modules() if isinstance(module, LoraLinear)]
+        own = [layer.get_base_layer().weight.data for layer in layers]
+        try:
+            for layer, weight in zip(layers, own, strict=True):
+                delta = layer.get_delta_weight(layer.active_adapter[0])
+                layer.get_base_layer().weight.data = (weight.float() + delta.float()).to(weight.dtype)
+            with self.adapter_off():
+                yield
+        finally:
+            for layer, weight in zip(layers, own, strict=True):
+                layer.get_base_layer().weight.data = weight
+
+    def save(self, folder: Path) -> None:
+        """Adapter or full weights in the layout that peft and transformers load."""
+        self.model.save_pretrained(folder, safe_serialization=True)  # pyright: ignore[reportCallIssue]
+
+
+def load_student(config: StudentConfig, *, device: torch.device, seed: int) -> Student:
+    """Load the student. Full fine-tuning keeps float32 weights and computes in the recipe's dtype."""
+    fields = {name: getattr(config, name) for name in ModelConfig.model_fields}
+    if not isinstance(config.adapter, LoraConfig):
+        fields["dtype"] = "float32"
+    return Student(load(ModelConfig(**fields), device=device), config, seed=seed)
+
+
+def _add_lora(model: nn.Module, adapter: LoraConfig, seed: int) -> nn.Module:
+    import peft
+
+    targets = adapter.target_modules if isinstance(adapter.target_modules, str) else list(adapter.target_modules)
+    config = peft.LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    try:
+        return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise OpdError(
+            f"LoRA could not be added to {type(model).__name__}.",
+            why=str(error),
+            fix="Set student.adapter.target_modules to names of linear layers of this model, or to all-linear.",
+        ) from error
