@@ -132,6 +132,8 @@ def unreachable(part: str, config: ModelConfig, error: Exception) -> OpdError:
     why = " ".join(str(error).split())
     if "trust_remote_code" in why:
         fix = "set trust_remote_code: true if you trust that code: it runs on this machine"
+    elif "does not support an attention implementation" in why:
+        fix = "set attention: eager"
     elif isinstance(parse(config.model), FolderReference):
         fix = "check that the folder holds what save_pretrained of model and tokenizer write"
     else:
