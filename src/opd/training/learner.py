@@ -91,11 +91,11 @@ class Learner:
         suspects: list[str] = []
         self._student.model.train()
         for number, group in enumerate(groups):
-            rows = _supervised_rows(group, rollouts, alignments)
+            rows = supervised_rows(group, rollouts, alignments)
             scored = _rows([starts[i] + t for i in group for t in alignments[i].teacher_positions], self._student.device)
             with self._ranks.accumulate(self._module, last=number + 1 == len(groups)):
                 hidden_ND = self._hidden([rollouts[i] for i in group], rows)
-                realised = _realised(group, rollouts, alignments, self._student.device)
+                realised = realised_tokens(group, rollouts, alignments, self._student.device)
                 loss = self._loss.linear(hidden_ND, self._student.head, select(scores, scored), realised)
                 # DDP averages over ranks; this sum is to be divided by the tokens of the global batch and by nothing else.
                 (loss.values.sum() * (self._ranks.num_ranks / num_tokens)).backward()
@@ -143,7 +143,7 @@ def select(scores: TeacherScores, rows_N: Tensor) -> TeacherScores:
     return type(scores)(*(getattr(scores, name)[rows_N] for name in scores.__dataclass_fields__))
 
 
-def _supervised_rows(group: Sequence[int], rollouts: Sequence[Rollout], alignments: Sequence[Alignment]) -> list[int]:
+def supervised_rows(group: Sequence[int], rollouts: Sequence[Rollout], alignments: Sequence[Alignment]) -> list[int]:
     """Rows, among all completion tokens of the group, that are supervised."""
     rows: list[int] = []
     start = 0
@@ -153,9 +153,10 @@ def _supervised_rows(group: Sequence[int], rollouts: Sequence[Rollout], alignmen
     return rows
 
 
-def _realised(
+def realised_tokens(
     group: Sequence[int], rollouts: Sequence[Rollout], alignments: Sequence[Alignment], device: torch.device
 ) -> RolloutTokens:
+    """The sampled tokens at the supervised positions of the group."""
     ids: list[int] = []
     behavior: list[float] = []
     sequence: list[int] = []
