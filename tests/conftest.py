@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings are errors, save those that one of our dependencies causes in another."""
+    # peft 0.21 asks transformers 5.24 for a property by its former name each time it wraps a model.
+    config.addinivalue_line("filterwarnings", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 320 tokens with a ChatML-like template; EOS = padding = `<|im_end|>`, id 2."""
