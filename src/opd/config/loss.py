@@ -8,6 +8,8 @@ from pydantic import Field
 
 from opd.config.base import Config
 
+# ---- clips: all bounds are in nats of the divergence itself, before any factor of temperature ------------------------
+
 
 class NoClip(Config):
     """Leave every value as it is."""
@@ -39,8 +41,15 @@ class PerEntryClip(Config):
 ClipConfig = Annotated[NoClip | PerTokenClip | WeightClip | PerEntryClip, Field(discriminator="name")]
 
 
+# ---- divergences: need the teacher's whole distribution -------------------------------------------------------------
+
+
 class DivergenceConfig(Config):
-    """What the divergences share."""
+    """What the divergences share.
+
+    `temperature` divides the logits of both sides, whatever the rollout was sampled at.
+    `scale_by_temperature_squared` multiplies the clipped value by its square (Hinton et al., arXiv 1503.02531).
+    """
 
     temperature: float = Field(default=1.0, gt=0)
     scale_by_temperature_squared: bool = False
@@ -60,20 +69,27 @@ class ReverseKLConfig(DivergenceConfig):
 
 
 class JSDConfig(DivergenceConfig):
-    """Generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649); `teacher_weight` is its beta, strictly inside (0, 1)."""
+    """Generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649); `teacher_weight` is its beta, inside (0, 1)."""
 
     name: Literal["jsd"]
     teacher_weight: float = 0.5
 
 
+# ---- sampled tokens: need the teacher's log-probability of the sampled token alone -----------------------------------
+
+
 class ImportanceConfig(Config):
-    """Multiply by exp(log q - behavior_logp), truncated at `clip`."""
+    """Multiply by exp(log q - behavior_logp), detached, truncated at `clip`."""
 
     clip: float = Field(gt=0)
 
 
 class SampledReverseKLConfig(Config):
-    """-A_t log q(y_t) with A_t = log p(y_t) - log q(y_t) detached: the sampled-token reverse KL of Thinking Machines."""
+    """-A_t log q(y_t) with A_t = log p(y_t) - log q(y_t) detached: the sampled-token reverse KL of Thinking Machines.
+
+    `discount` adds the later tokens of the same sequence: A_t + discount * A_(t+1) + discount^2 * A_(t+2) ...
+    `max_advantage` then bounds the size of the result. `importance` corrects for a sampler that was not the student.
+    """
 
     name: Literal["sampled_reverse_kl"]
     temperature: float = Field(default=1.0, gt=0)

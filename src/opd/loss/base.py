@@ -1,0 +1,141 @@
+"""What every loss promises.
+
+Tensor suffixes: N supervised tokens of a batch, V vocabulary, D hidden size (V where there is no head).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from opd.config.formula import formula
+from opd.config.loss import LossConfig
+from opd.errors import OpdError
+from opd.loss.head import Head
+from opd.types import Full, TeacherScores, TokenLoss
+
+Needs = Literal["full", "sampled"]
+
+
+@dataclass(frozen=True)
+class RolloutTokens:
+    """The sampled tokens themselves, one row for each supervised position, for objectives that look at them.
+
+    Args:
+        ids_N: [N] int64, the sampled token of each position.
+        behavior_logp_N: [N] nats, its log-probability when it was sampled; needed by `importance`.
+        sequence_N: [N] int64, which completion it belongs to; needed by `discount`. The rows of one completion stand
+            together and in order.
+    """
+
+    ids_N: Tensor
+    behavior_logp_N: Tensor | None = None
+    sequence_N: Tensor | None = None
+
+
+class Loss(ABC):
+    """A loss: unreduced, in nats per supervised token, differentiable in the student alone.
+
+    Attributes:
+        name: as in a recipe.
+        needs: how much of the teacher's distribution it takes: ``"full"`` or ``"sampled"``.
+        formula: the quantity that is minimised, as text for a run to print.
+    """
+
+    needs: ClassVar[Needs]
+
+    def __init__(self, config: LossConfig) -> None:
+        self.name: str = config.name
+        self.formula = formula(config)
+
+    def tokens(
+        self, student_logits_NV: Float[Tensor, "N V"], teacher: TeacherScores, rollout: RolloutTokens | None = None
+    ) -> TokenLoss:
+        """The loss of every row of logits that already exist.
+
+        Args:
+            student_logits_NV: [N, V], any float dtype; statistics are computed in float32 (float64 stays float64).
+            teacher: its scores for the same N positions. Nothing flows back into it.
+            rollout: the sampled tokens; only sampled-token objectives read them.
+
+        Raises:
+            OpdError: the scores do not hold what the loss needs, or student and teacher differ in N or V.
+        """
+        return self._rows(student_logits_NV, None, teacher, rollout)
+
+    def linear(
+        self,
+        student_hidden_ND: Float[Tensor, "N D"],
+        student_head: Head,
+        teacher: TeacherScores,
+        rollout: RolloutTokens | None = None,
+    ) -> TokenLoss:
+        """The same loss from hidden states and a head: no [N, V] ever exists (`opd.loss.chunked`).
+
+        Args:
+            student_hidden_ND: [N, D] last hidden states of the positions that predict the supervised tokens.
+            student_head: the student's output head; receives a gradient when its weight requires one.
+            teacher: as for `tokens`.
+            rollout: as for `tokens`.
+
+        Raises:
+            OpdError: as for `tokens`.
+        """
+        return self._rows(student_hidden_ND, student_head, teacher, rollout)
+
+    @abstractmethod
+    def _rows(
+        self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
+    ) -> TokenLoss: ...
+
+
+def vocabulary(hidden_ND: Float[Tensor, "N D"], head: Head | None) -> int:
+    """How many outcomes the rows have: those of the head, or the width of the logits when there is none."""
+    return hidden_ND.shape[-1] if head is None else head.num_tokens
+
+
+def check_full(name: str, hidden_ND: Float[Tensor, "N D"], head: Head | None, teacher: TeacherScores) -> Full:
+    """`teacher` as `Full`, with the same rows and the same vocabulary as the student.
+
+    Raises:
+        OpdError: it is not.
+    """
+    if not isinstance(teacher, Full):
+        raise OpdError(
+            f"{name} cannot be computed from these teacher scores.",
+            why=f"it needs the teacher's whole distribution (Full), and {type(teacher).__name__} was given",
+            fix="use a teacher that provides Full, or loss.name: sampled_reverse_kl with one that provides Sampled",
+        )
+    check_rows(name, hidden_ND.shape[0], teacher.hidden_ND.shape[0])
+    num_student, num_teacher = vocabulary(hidden_ND, head), vocabulary(teacher.hidden_ND, teacher.head)
+    if num_student != num_teacher:
+        raise OpdError(
+            f"{name} compares distributions over different vocabularies.",
+            why=f"the student has {num_student} outcomes and the teacher {num_teacher}",
+            fix="cut both heads at the size of their tokenizer: Head.from_model(model, vocab_size=len(tokenizer))",
+        )
+    return teacher
+
+
+def check_rows(name: str, num_student: int, num_other: int) -> None:
+    """Raise OpdError unless both sides have the same number of rows."""
+    if num_student != num_other:
+        raise OpdError(
+            f"{name} got scores for other positions than the student's.",
+            why=f"the student has {num_student} rows and the other side {num_other}",
+            fix="pass one row of each for every supervised position, in the same order",
+        )
+
+
+def check_ids(name: str, ids_N: Int[Tensor, " N"], num_tokens: int) -> None:
+    """Raise OpdError unless every id is below `num_tokens`."""
+    if ids_N.numel() and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < num_tokens:
+        raise OpdError(
+            f"{name} got token ids outside the vocabulary.",
+            why=f"ids reach from {int(ids_N.min())} to {int(ids_N.max())}, and the head has {num_tokens} rows",
+            fix="sample below the size of the tokenizer, and build the head with the same vocab_size",
+        )
