@@ -140,6 +140,20 @@ def test_samples_do_not_depend_on_left_padding_and_stop_at_stop_ids(
     assert stopped == together[0][: together[0].index(stop) + 1]
 
 
+def test_positions_count_real_tokens_alone(
+    model: PreTrainedModel, batch: tuple[list[list[int]], list[list[int]], list[list[int]]]
+) -> None:
+    """Rotary embeddings forgive a constant shift up to rounding, so the positions themselves are looked at."""
+    prompts, seen = batch[0], list[list[int]]()
+
+    def look(_module: torch.nn.Module, _args: object, kwargs: dict[str, Tensor]) -> None:
+        seen.append(kwargs["position_ids"][:, -1].tolist())
+
+    with model.get_decoder().register_forward_pre_hook(look, with_kwargs=True):
+        one_file.sample(model, prompts, set(), 3)
+    assert seen == [[len(prompt) - 1 + step for prompt in prompts] for step in range(3)]
+
+
 def test_held_out_pairs_never_occur_in_training_in_either_order() -> None:
     train, heldout = one_file.make_split()
     assert train
