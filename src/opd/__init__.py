@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from opd.errors import OpdError
 
 if TYPE_CHECKING:
-    from opd import align, eval, loss  # noqa: A004
+    from opd import align, eval, loss
     from opd.eval.runner import evaluate
     from opd.training.loop import RunResult
     from opd.training.run import train

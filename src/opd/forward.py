@@ -9,7 +9,7 @@ B sequences, T tokens, N completion tokens of the batch, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -34,14 +34,14 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def compute_dtype(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Matrix products in `dtype`. Trained weights stay in float32, so bfloat16 compute means autocast, not bfloat16 weights."""
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> Generator[None]:
+    """Matrix products in `dtype`: trained weights stay in float32, so bfloat16 means autocast, not bfloat16 weights."""
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         yield
 
 
 @contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Generator[None]:
     """Dropout off inside, every module's own mode back afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -83,7 +83,7 @@ def completion_hidden(body: nn.Module, ids_BT: Tensor, rows_N: Tensor) -> Tensor
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices grouped so that (rows x longest) of each group stays within `max_tokens`; longest first, order kept on ties.
+    """Indices grouped so that (rows x longest) of each group stays within `max_tokens`; longest first, ties in order.
 
     A single sequence longer than `max_tokens` is a group of its own: nothing is cut.
     """

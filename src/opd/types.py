@@ -111,7 +111,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class TopK:
-    """The teacher's K most likely tokens: ``ids_NK`` [N, K] int64 and ``logp_NK`` [N, K] nats; the tail mass is the rest."""
+    """The teacher's K likeliest tokens: ``ids_NK`` [N, K] int64, ``logp_NK`` [N, K] nats; the tail mass is the rest."""
 
     ids_NK: Tensor
     logp_NK: Tensor

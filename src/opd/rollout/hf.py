@@ -1,10 +1,10 @@
 """Sampling with the learner's own model, in process, through transformers' forward.
 
-A decoding loop of its own rather than `generate`: ids in and ids out, one seed for each completion, the log-probability
-of the distribution that was really sampled from, a head that runs on the last position alone, prompts that occur several
-times prefilled once, and finished completions that leave the batch and stop costing.
+A decoding loop of its own rather than `generate`: ids in and ids out, one seed for each completion, the
+log-probability under the distribution that was really sampled from, a head that runs on the last position alone,
+prompts that occur several times prefilled once, and finished completions that leave the batch and stop costing.
 
-Prompts are padded on the left with explicit positions, so that the first sampled token always follows the prompt's last.
+Prompts are padded on the left with explicit positions, so that the first sampled token follows the prompt's last.
 
 B sequences, T tokens, V vocabulary.
 """
@@ -52,7 +52,7 @@ class HfSampler:
         if not stop_ids:
             raise OpdError(
                 "The sampler has no stop id.",
-                why="Neither the tokenizer nor generation_config names an end-of-sequence token, so no completion could end.",
+                why="Neither tokenizer nor generation_config names an end-of-sequence token: no completion could end.",
                 fix="Set eos_token in the tokenizer's config or eos_token_id in generation_config.json.",
             )
         self.policy_version = 0
@@ -65,7 +65,9 @@ class HfSampler:
         self._weights = weights
         self._device = self._head.weight.device
         # transformers 5.20 renamed the keyword; both names are honest parts of the supported range.
-        self._cache_keyword = "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
+        self._cache_keyword = (
+            "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
+        )
 
     @torch.no_grad()
     def generate(
@@ -137,7 +139,10 @@ class HfSampler:
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(alive), 1)], dim=1)
             hidden_BD = self._forward(token_B[:, None], mask_BT, positions_B[:, None], cache)
             positions_B = positions_B + 1
-        return [Completion(*map(tuple, parts), reason) for *parts, reason in zip(ids, behavior, kept, reasons, strict=True)]  # pyright: ignore
+        return [
+            Completion(tuple(row_ids), tuple(row_behavior), tuple(row_kept), reason)
+            for row_ids, row_behavior, row_kept, reason in zip(ids, behavior, kept, reasons, strict=True)
+        ]
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache, Tensor]:
         length = max(map(len, prompts))

@@ -14,7 +14,7 @@ class Teacher(Protocol):
     """Scores the student's tokens after its own prompt."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TeacherScores:
-        """What the teacher says at every completion token, rollout by rollout in order: N rows in all, no graph kept."""
+        """What the teacher says at every completion token, rollout by rollout in order: N rows, no graph kept."""
         ...
 
     def after_update(self) -> None:

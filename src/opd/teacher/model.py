@@ -1,4 +1,4 @@
-"""Another local model as the teacher, same vocabulary: on-policy knowledge distillation as in GKD (arXiv 2306.13649)."""
+"""Another local model with the same vocabulary as the teacher, as in GKD (arXiv 2306.13649)."""
 
 from __future__ import annotations
 

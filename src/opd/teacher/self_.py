@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class SelfTeacher:
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> Full:
-        """Hidden states [N, D] under the teacher's prompts, with the student's head (frozen unless every weight trains)."""
+        """Hidden states [N, D] under the teacher's prompts, with the head as the teacher's weights have it."""
         student = self._student
         with eval_mode(student.model), self.weights_in_place(), compute_dtype(student.device, student.dtype):
             hidden_ND = score_hidden(
@@ -53,8 +54,10 @@ class SelfTeacher:
                 max_tokens=self._max_tokens,
                 device=student.device,
             )
-            head = student.head.detached()
-        return Full(hidden_ND, head)
+            # Taken inside, where the model holds the teacher's weights: detached tensors keep pointing at them.
+            head = student.head
+            bias = None if head.bias is None else head.bias.detach()
+            return Full(hidden_ND, replace(head, weight=head.weight.detach(), bias=bias))
 
     def weights_in_place(self) -> AbstractContextManager[None]:
         """The model holds the teacher's weights inside."""
@@ -72,7 +75,7 @@ class SelfTeacher:
                 self._copy[name].lerp_(parameter, 1 - self._weights.decay)
 
     def state(self) -> Mapping[str, Tensor]:
-        """The averaged weights; a frozen copy of the initial ones needs no saving, it is what loading the model gives."""
+        """The averaged weights. A frozen copy of the initial ones needs no saving: loading the model gives it."""
         return self._copy if isinstance(self._weights, EmaWeights) else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -90,16 +93,15 @@ class SelfTeacher:
 def _refuse_if_it_does_not_fit(student: Student) -> None:
     import psutil
 
-    needed = sum(parameter.nbytes for parameter in student.trained().values())
-    # Gradients and the two moments of AdamW are still to come, each as large as the weights.
-    needed_with_training = 4 * needed
+    # The copy, and what is still to come: gradients and the two moments of AdamW, each as large as the weights.
+    needed = 4 * sum(parameter.nbytes for parameter in student.trained().values())
     if student.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(student.device)
     else:
         free = psutil.virtual_memory().available
-    if needed_with_training > free:
+    if needed > free:
         raise OpdError(
             "A copy of the student's trained weights for the teacher does not fit into memory.",
-            why=f"Copy, gradients and optimizer need {needed_with_training / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.",
-            fix="Train an adapter (student.adapter.name=lora), whose initial weights cost nothing, or use teacher.weights.name=live.",
+            why=f"With gradients and optimizer it takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free.",
+            fix="Train an adapter, whose initial weights cost nothing (student.adapter.name=lora).",
         )

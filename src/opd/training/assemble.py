@@ -1,19 +1,23 @@
-"""A recipe becomes its parts: data, prompts, student, teacher, sampler, loss. What cannot work is refused before models load."""
+"""A recipe becomes its parts: data, prompts, student, teacher, sampler, loss.
+
+What cannot work is refused before a model is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from opd.config.schema import ModelTeacherConfig, Recipe, SelfTeacherConfig
+from opd.config.schema import ModelConfig, ModelTeacherConfig, Recipe, SelfTeacherConfig
 from opd.data import Problems, load_problems
 from opd.data.render import Renderer
+from opd.data.rows import Dropped
 from opd.errors import OpdError
 from opd.loss import Loss, build
-from opd.models import load_tokenizer, vocabulary_difference
+from opd.models import describe, load_tokenizer, same_vocabulary
 from opd.rollout.hf import HfSampler
 from opd.seeds import derive_seed
 from opd.teacher import ModelTeacher, SelfTeacher, Teacher
@@ -29,7 +33,7 @@ class Parts:
     problems: Problems
     renderer: Renderer
     pairs: Sequence[PromptPair]
-    dropped: dict[str, int]
+    dropped: Mapping[str, Dropped]
     student: Student
     teacher: Teacher
     sampler: HfSampler
@@ -47,14 +51,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Parts:
     tokenizer = load_tokenizer(recipe.student)
     teacher_tokenizer = tokenizer
     if isinstance(recipe.teacher, ModelTeacherConfig):
+        _refuse_another_vocabulary(recipe.student, recipe.teacher)
         teacher_tokenizer = load_tokenizer(recipe.teacher)
-        difference = vocabulary_difference(tokenizer, teacher_tokenizer)
-        if difference is not None:
-            raise OpdError(
-                f"{recipe.teacher.model} cannot teach {recipe.student.model}: their vocabularies differ.",
-                why=difference,
-                fix="Choose a teacher of the same family; token ids must mean the same on both sides.",
-            )
     renderer = Renderer(recipe.prompt, recipe.context, tokenizer, teacher_tokenizer, problems.problems, recipe.seed)
     rendered = renderer.pairs(problems.problems)
     if not rendered.pairs:
@@ -75,6 +73,16 @@ def assemble(recipe: Recipe, device: torch.device) -> Parts:
         sampler=_sampler(student, student.merged if recipe.rollout.merge_adapter else nullcontext),
         loss=loss,
     )
+
+
+def _refuse_another_vocabulary(student: ModelConfig, teacher: ModelConfig) -> None:
+    difference = same_vocabulary(describe(student), describe(teacher))
+    if difference is not None:
+        raise OpdError(
+            f"{teacher.model} cannot teach {student.model}: their vocabularies differ.",
+            why=difference,
+            fix="Choose a teacher of the same family: a token id must mean the same on both sides.",
+        )
 
 
 def _teacher(recipe: Recipe, student: Student, device: torch.device) -> Teacher:

@@ -29,7 +29,7 @@ class Interruption:
     ) -> None:
         self._give_back()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
         self.asked = True
         self._give_back()
         print("\nStopping after this step, with a checkpoint. Once more to stop at once.", file=sys.stderr)

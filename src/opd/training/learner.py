@@ -18,6 +18,7 @@ from opd.config.schema import TrainConfig
 from opd.errors import OpdError
 from opd.forward import compute_dtype, micro_batches, pad_right
 from opd.loss import Full, Loss, RolloutTokens
+from opd.loss.reduce import global_mean, metric_means, metric_sums
 from opd.training.distributed import Ranks
 from opd.training.schedule import learning_rate
 from opd.training.student import Student
@@ -26,7 +27,7 @@ from opd.types import Alignment, Rollout, TeacherScores
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did, over all ranks. `loss` is in nats per supervised token; NaN when nothing was supervised."""
+    """What one optimizer step did, over all ranks; `loss` in nats per supervised token, NaN when there was none."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -72,7 +73,8 @@ class Learner:
             return Update(math.nan, {}, 0, math.nan, rate, skipped=True)
         sums, suspects = self._backward(rollouts, alignments, scores, num_tokens)
         names = sorted(sums)
-        means = {name: total / num_tokens for name, total in zip(names, self._ranks.sum([sums[n] for n in names]), strict=True)}
+        totals = dict(zip(names, self._ranks.sum([sums[name] for name in names]), strict=True))
+        means = metric_means(totals, num_tokens)
         grad_norm = self._step(rate, means["loss"], suspects or [rollout.pair.problem.id for rollout in rollouts])
         skipped = not (math.isfinite(grad_norm) and math.isfinite(means["loss"]))
         return Update(means.pop("loss"), means, num_tokens, grad_norm, rate, skipped)
@@ -92,19 +94,22 @@ class Learner:
         self._student.model.train()
         for number, group in enumerate(groups):
             rows = supervised_rows(group, rollouts, alignments)
-            scored = _rows([starts[i] + t for i in group for t in alignments[i].teacher_positions], self._student.device)
+            scored = [starts[i] + position for i in group for position in alignments[i].teacher_positions]
             with self._ranks.accumulate(self._module, last=number + 1 == len(groups)):
                 hidden_ND = self._hidden([rollouts[i] for i in group], rows)
                 realised = realised_tokens(group, rollouts, alignments, self._student.device)
-                loss = self._loss.linear(hidden_ND, self._student.head, select(scores, scored), realised)
-                # DDP averages over ranks; this sum is to be divided by the tokens of the global batch and by nothing else.
-                (loss.values.sum() * (self._ranks.num_ranks / num_tokens)).backward()
+                teacher = select(scores, _rows(scored, self._student.device))
+                loss = self._loss.linear(hidden_ND, self._student.head, teacher, realised)
+                share = global_mean(loss.values, num_tokens)
+                assert share is not None
+                # DDP averages gradients over ranks; the share is already divided by the tokens of the global batch.
+                (share * self._ranks.num_ranks).backward()
             values_N = loss.values.detach()
-            for sequence in realised.sequence_N[~values_N.isfinite()].unique().tolist():
-                suspects.append(rollouts[sequence].pair.problem.id)
-            sums["loss"] += values_N.double().sum().item()
-            for name, metric_N in loss.metrics.items():
-                sums[name] += metric_N.double().sum().item()
+            owners = [i for i in group for _ in alignments[i].student_positions]
+            for row in (~values_N.isfinite()).nonzero().flatten().tolist():
+                suspects.append(rollouts[owners[row]].pair.problem.id)
+            for name, total in metric_sums({"loss": values_N, **loss.metrics}).items():
+                sums[name] += total
         return sums, suspects
 
     def _hidden(self, rollouts: Sequence[Rollout], rows: list[int]) -> Tensor:
@@ -130,7 +135,7 @@ class Learner:
             raise OpdError(
                 f"The update is not finite: loss {loss}, gradient norm {grad_norm}.",
                 why="Problems to look at: " + ", ".join(sorted(set(suspects))),
-                fix="Lower train.learning_rate, compute in float32, look at these samples, or set train.on_nonfinite=skip.",
+                fix="Lower train.learning_rate, student.dtype=float32, or train.on_nonfinite=skip.",
             )
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm

@@ -46,7 +46,9 @@ class RunResult:
     loaded: LoadedRecipe
 
 
-def fit(parts: Parts, loaded: LoadedRecipe, folder: Path, ranks: Ranks, *, resume: bool, command: str | None = None) -> RunResult:
+def fit(
+    parts: Parts, loaded: LoadedRecipe, folder: Path, ranks: Ranks, *, resume: bool, command: str | None = None
+) -> RunResult:
     """Train to the last step, or until interrupted.
 
     Args:
@@ -93,7 +95,7 @@ def fit(parts: Parts, loaded: LoadedRecipe, folder: Path, ranks: Ranks, *, resum
     if not interrupted and ranks.is_main:
         final = save_final(parts, folder, command, metrics)
     if interrupted and ranks.is_main:
-        print(f"\nStopped after step {step}; the checkpoint is in {folder / 'checkpoints'}.\nTo go on: {_resume_command(command)}")
+        print(f"\nStopped after step {step}, with a checkpoint. To go on:\n  {_resume_command(command)}")
     return RunResult(folder, {**metrics, "num_steps": step, "train_s": train_s}, final, interrupted, loaded)
 
 
@@ -101,7 +103,11 @@ def train_step(parts: Parts, learner: Learner, ranks: Ranks, step: int) -> StepR
     """One step: rollout, teacher, update."""
     recipe = parts.recipe
     pairs = step_pairs(parts.pairs, recipe.seed, step, recipe.train.num_problems_per_step)
-    jobs = [(pair, _rollout_seed(recipe.seed, step, slot, sample)) for slot, pair in enumerate(pairs) for sample in range(recipe.rollout.num_samples)]
+    jobs = [
+        (pair, derive_seed(recipe.seed, "rollout", step, slot, sample))
+        for slot, pair in enumerate(pairs)
+        for sample in range(recipe.rollout.num_samples)
+    ]
     jobs = ranks.mine(jobs)
 
     clock = _Clock(ranks.device)
@@ -129,7 +135,7 @@ def train_step(parts: Parts, learner: Learner, ranks: Ranks, step: int) -> StepR
 
 
 def step_pairs(pairs: Sequence[PromptPair], seed: int, step: int, num_pairs: int) -> list[PromptPair]:
-    """The prompts of step `step` (from 1): a fresh permutation of all prompts each epoch, a function of (seed, step) alone."""
+    """The prompts of step `step` (from 1): a new permutation of all prompts each epoch, from (seed, step) alone."""
     chosen: list[PromptPair] = []
     for position in range((step - 1) * num_pairs, step * num_pairs):
         epoch, place = divmod(position, len(pairs))
@@ -138,7 +144,12 @@ def step_pairs(pairs: Sequence[PromptPair], seed: int, step: int, num_pairs: int
 
 
 def _record(
-    parts: Parts, ranks: Ranks, step: int, rollouts: Sequence[Rollout], update: Update, seconds: tuple[float, float, float]
+    parts: Parts,
+    ranks: Ranks,
+    step: int,
+    rollouts: Sequence[Rollout],
+    update: Update,
+    seconds: tuple[float, float, float],
 ) -> StepRecord:
     sampled, prompts, truncated = ranks.sum(
         [
@@ -230,10 +241,6 @@ def _scalars(record: StepRecord) -> dict[str, float]:
     }
 
 
-def _rollout_seed(seed: int, step: int, slot: int, sample: int) -> int:
-    return derive_seed(seed, "rollout", step, slot, sample)
-
-
 def _permutation(size: int, seed: int) -> list[int]:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -255,4 +262,3 @@ class _Clock:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         return seconds
-

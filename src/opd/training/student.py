@@ -1,10 +1,11 @@
-"""The model that samples and learns: its trained parameters, its head, and its weights at other times (initial, merged)."""
+"""The model that samples and learns: trained parameters, head, and its weights at other times (initial, merged)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class Student:
         return {name: parameter.detach().clone() for name, parameter in self.trained().items()}
 
     @contextmanager
-    def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def using(self, weights: Mapping[str, Tensor]) -> Generator[None]:
         """The trained parameters hold `weights` inside, and their own values afterwards, to the bit."""
         trained = self.trained()
         own = {name: parameter.data for name, parameter in trained.items()}
@@ -77,14 +78,14 @@ class Student:
                 parameter.data = own[name]
 
     @contextmanager
-    def adapter_off(self) -> Iterator[None]:
+    def adapter_off(self) -> Generator[None]:
         """The initial weights: only where training is through an adapter."""
         assert self.has_adapter
         with self.model.disable_adapter():  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues, reportUnknownVariableType]
             yield
 
     @contextmanager
-    def merged(self) -> Iterator[None]:
+    def merged(self) -> Generator[None]:
         """The adapter folded into copies of the weights it adapts; the weights themselves are never written to.
 
         Folding in place and unfolding again would leave rounding errors of bfloat16 in the base model at every step.
@@ -92,16 +93,17 @@ class Student:
         from peft.tuners.lora import Linear as LoraLinear
 
         layers = [module for module in self.model.modules() if isinstance(module, LoraLinear)]
-        own = [layer.get_base_layer().weight.data for layer in layers]
+        weights = [cast(nn.Linear, layer.get_base_layer()).weight for layer in layers]
+        own = [weight.data for weight in weights]
         try:
-            for layer, weight in zip(layers, own, strict=True):
-                delta = layer.get_delta_weight(layer.active_adapter[0])
-                layer.get_base_layer().weight.data = (weight.float() + delta.float()).to(weight.dtype)
+            for layer, weight in zip(layers, weights, strict=True):
+                delta: Tensor = layer.get_delta_weight(layer.active_adapters[0])
+                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
             with self.adapter_off():
                 yield
         finally:
-            for layer, weight in zip(layers, own, strict=True):
-                layer.get_base_layer().weight.data = weight
+            for weight, data in zip(weights, own, strict=True):
+                weight.data = data
 
     def save(self, folder: Path) -> None:
         """Adapter or full weights in the layout that peft and transformers load."""
