@@ -1,0 +1,187 @@
+"""The loop on a tiny model: it learns, repeats and resumes to the bit, and what it saves loads elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opd
+from opd.config.load import load_recipe
+from opd.errors import OpdError
+from opd.training import loop
+from opd.training.assemble import assemble
+from opd.training.distributed import Ranks
+from opd.training.learner import Learner
+from opd.training.loop import train_step
+
+CPU = torch.device("cpu")
+
+
+def recipe(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "folder": str(folder),
+        "seed": 3,
+        "student": {"model": str(model), "dtype": "float32", "adapter": {"name": "lora", "r": 4, "alpha": 8}},
+        "data": {"train": {"name": "task", "task": "products"}},
+        "rollout": {"max_new_tokens": 6, "num_samples": 2},
+        "loss": {"name": "forward_kl"},
+        "train": {"num_steps": 4, "num_problems_per_step": 3, "learning_rate": 0.01, "checkpoint_every_num_steps": 2},
+    }
+    for name, value in changes.items():
+        fields[name] = {**fields.get(name, {}), **value} if isinstance(value, dict) else value
+    return fields
+
+
+def run(fields: dict[str, Any], **options: Any) -> loop.RunResult:
+    return opd.train(fields, skip_doctor=True, device="cpu", command="opd train tiny.yaml", **options)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(next((folder / "final").glob("*.safetensors")))
+
+
+TEACHERS = {
+    "initial": {"name": "self"},
+    "live": {"name": "self", "weights": {"name": "live"}},
+    "ema": {"name": "self", "weights": {"name": "ema", "decay": 0.5}},
+}
+
+ADAPTERS = {"lora": {"name": "lora", "r": 4, "dropout": 0.1}, "full": {"name": "full"}}  # dropout: its masks resume too
+
+
+def test_it_learns_the_teachers_distribution(tiny_model_folder: Path, tmp_path: Path):
+    result = run(recipe(tiny_model_folder, tmp_path / "run", train={"num_steps": 25, "num_problems_per_step": 6}))
+    history = losses(result.folder)
+    assert sum(history[-5:]) < 0.75 * sum(history[:5])
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_resuming_equals_never_having_stopped(
+    teacher: str, adapter: str, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    changes = {"teacher": TEACHERS[teacher], "student": {"adapter": ADAPTERS[adapter]}}
+    whole = run(recipe(tiny_model_folder, tmp_path / "whole", **changes))
+
+    fields = recipe(tiny_model_folder, tmp_path / "parts", **changes)
+    real_step = train_step
+
+    def dies_in_step_4(parts: Any, learner: Any, ranks: Any, step: int) -> Any:
+        if step == 4:
+            raise RuntimeError("power cut")
+        return real_step(parts, learner, ranks, step)
+
+    monkeypatch.setattr(loop, "train_step", dies_in_step_4)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(fields)
+    monkeypatch.undo()
+    assert len(losses(tmp_path / "parts")) == 3
+    resumed = run(fields, resume=True)
+
+    assert losses(resumed.folder) == losses(whole.folder)
+    expected, found = final_weights(whole.folder), final_weights(resumed.folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    fields = recipe(tiny_model_folder, tmp_path / "run")
+    whole = losses(run(fields).folder)
+    newest = tmp_path / "run" / "checkpoints" / "step-000004" / "trained.safetensors"
+    damaged = bytearray(newest.read_bytes())
+    damaged[-1] ^= 1
+    newest.write_bytes(damaged)
+    run(fields, resume=True)
+    assert "step-000004" in capsys.readouterr().err
+    assert losses(tmp_path / "run") == whole
+
+
+def test_a_finished_folder_is_not_trained_into_again(tiny_model_folder: Path, tmp_path: Path):
+    fields = recipe(tiny_model_folder, tmp_path / "run", train={"num_steps": 1})
+    run(fields)
+    with pytest.raises(OpdError, match="already holds a run"):
+        run(fields)
+
+
+@pytest.mark.parametrize(
+    "loss", [{"name": "forward_kl"}, {"name": "jsd"}, {"name": "sampled_reverse_kl", "importance": {"clip": 2.0}}]
+)
+def test_the_gradient_does_not_depend_on_micro_batches(loss: dict[str, Any], tiny_model_folder: Path, tmp_path: Path):
+    gradients: list[dict[str, torch.Tensor]] = []
+    for tokens in (1, 100, 10_000):
+        changes = {"loss": loss, "train": {"micro_batch_tokens": tokens, "max_grad_norm": None, "learning_rate": 1e-9}}
+        loaded = load_recipe(recipe(tiny_model_folder, tmp_path / "run", **changes))
+        ranks = Ranks(loaded.recipe.log, tmp_path, device="cpu")
+        parts = assemble(loaded.recipe, CPU)
+        learner = Learner(parts.student, parts.loss, loaded.recipe.train, ranks)
+        train_step(parts, learner, ranks, 1)  # moves B off zero, so that A has a gradient too
+        caught: dict[str, torch.Tensor] = {}
+        learner.optimizer.register_step_pre_hook(
+            lambda *_, into=caught, of=learner.parameters: into.update({name: p.grad.clone() for name, p in of.items()})
+        )
+        train_step(parts, learner, ranks, 2)
+        gradients.append(caught)
+    largest = max(gradient.abs().max() for gradient in gradients[-1].values())
+    assert largest > 0
+    for other in gradients[:-1]:
+        for name, gradient in gradients[-1].items():
+            assert (gradient - other[name]).abs().max() <= 1e-5 * largest, name
+
+
+def test_the_saved_adapter_loads_in_peft_and_answers_the_same(tiny_model_folder: Path, tmp_path: Path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    fields = recipe(tiny_model_folder, tmp_path / "run")
+    result = run(fields)
+    assert result.final is not None
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
+    ids = torch.arange(5, 25)[None]
+    before = base(ids).logits
+    after = PeftModel.from_pretrained(base, result.final).eval()(ids).logits
+    assert (before - after).abs().max() > 1e-3
+
+    from opd.training import checkpoint
+
+    newest, _ = checkpoint.newest(result.folder / "checkpoints")
+    assert newest is not None
+    parts = assemble(load_recipe(fields).recipe, CPU)
+    with torch.no_grad():
+        for name, parameter in parts.student.trained().items():
+            parameter.copy_(newest.trained[name])
+        torch.testing.assert_close(parts.student.model.eval()(ids).logits, after)
+    assert "opd train tiny.yaml" in (result.final / "README.md").read_text()
+    assert AutoTokenizer.from_pretrained(result.final).chat_template
+
+
+def test_merged_sampling_leaves_the_base_weights_alone(tiny_model_folder: Path, tmp_path: Path):
+    parts = assemble(load_recipe(recipe(tiny_model_folder, tmp_path / "run")).recipe, CPU)
+    student = parts.student
+    with torch.no_grad():
+        for parameter in student.trained().values():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    ids = torch.arange(5, 25)[None]
+    before = {name: tensor.clone() for name, tensor in student.model.state_dict().items()}
+    student.model.eval()
+    with torch.no_grad():
+        expected = student.model(ids).logits
+        with student.merged():
+            merged = student.model(ids).logits
+        with student.adapter_off():
+            off = student.model(ids).logits
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
+    assert (off - expected).abs().max() > 1e-2
+    assert all(torch.equal(before[name], tensor) for name, tensor in student.model.state_dict().items())
