@@ -1,0 +1,1 @@
+"""Recipes measured against each other and against their controls."""

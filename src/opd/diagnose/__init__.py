@@ -1,0 +1,1 @@
+"""What a run shows before and after it trains: doctor and report."""

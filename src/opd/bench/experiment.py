@@ -1,0 +1,220 @@
+"""Before, training, after, verdict: one recipe measured on held-out problems, with the controls that say what it means.
+
+The controls train the same student for the same steps under other contexts: another problem's solution (`placebo`),
+solved examples alone (`demonstrations`), the solution without examples (`solution-only`). If one of them does as well,
+the solution was not what taught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opd.config.check import check
+from opd.config.load import load_recipe
+from opd.config.schema import EvalConfig, Recipe
+from opd.data import load_problems
+from opd.diagnose.doctor import examine, refuse_if_failed
+from opd.diagnose.report import write_report
+from opd.errors import OpdError
+from opd.eval.result import Checkpoint, EvalResult, View
+from opd.eval.runner import evaluate_with
+from opd.eval.verdict import compare_results
+from opd.log import write_json
+from opd.training.assemble import Parts, assemble
+from opd.training.distributed import Ranks
+from opd.training.loop import fit
+from opd.training.run import run_folder
+
+
+@dataclass(frozen=True)
+class Change:
+    """A held-out score before and after training, in percent; the difference and its 95% interval in points.
+
+    The interval is paired by problem and clustered where problems share a cluster.
+    """
+
+    before: float
+    after: float
+    difference: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one experiment found.
+
+    Args:
+        correct: right answer in the box.
+        contains: right answer anywhere in the text: what is left of the gain when format does not count.
+        num_problems, num_samples: held-out problems and samples of each.
+        train_seconds: wall time of the training steps alone.
+        seed: of the run.
+        majority_answer_pct: what always giving the most frequent answer would score.
+        controls: name -> change under that control; empty unless asked for.
+        ceiling_pct: the teacher's own score, sampled, with its privileged prompt; None unless asked for.
+    """
+
+    correct: Change
+    contains: Change
+    num_problems: int
+    num_samples: int
+    train_seconds: float
+    seed: int
+    majority_answer_pct: float
+    controls: Mapping[str, Mapping[str, Change]]
+    ceiling_pct: Mapping[str, float] | None
+
+    def line(self) -> str:
+        """The line that `make demo` ends with."""
+        change = self.correct
+        return (
+            f"verdict: {change.before:.1f}% -> {change.after:.1f}% "
+            f"({change.difference:+.1f} points, 95% interval {change.low:+.1f} to {change.high:+.1f}, "
+            f"n = {self.num_problems} problems x {self.num_samples} samples, {self.train_seconds:.0f} s of training)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to `verdict.json`: the change of the boxed answer at the top level, percent and points."""
+        fields = asdict(self)
+        return {"unit": "percent", **fields.pop("correct"), **fields}
+
+
+CONTROLS: Mapping[str, tuple[str, ...]] = {
+    "placebo": ("context.name=placebo",),
+    "demonstrations": ("context.name=demonstrations",),
+    "solution-only": ("context.num_demonstrations=0", "prompt.demonstration=null"),
+}
+
+
+def experiment(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: tuple[str, ...] = (),
+    *,
+    full: bool = False,
+    device: str | None = None,
+    command: str,
+) -> Verdict:
+    """Evaluate, train, evaluate again, and write `verdict.json` and `report.html` into the run's folder.
+
+    Args:
+        recipe: a recipe with an `eval` section.
+        overrides: `key.sub=value`.
+        full: also measure the teacher's own score and train the controls.
+        device: "cpu" to stay off an available GPU.
+        command: how to repeat this, for the model card.
+
+    Raises:
+        OpdError: as `opd.train` and `opd.evaluate` do; also when the recipe has no eval section.
+    """
+    loaded = load_recipe(recipe, overrides)
+    check(loaded.recipe)
+    config = _eval_config(loaded.recipe)
+    folder = run_folder(loaded, resume=False)
+    ranks = Ranks(loaded.recipe.log, folder, device=device)
+    _threads(loaded.recipe)
+    parts = assemble(loaded.recipe, ranks.device)
+    refuse_if_failed(examine(parts, folder=folder))
+
+    before = _evaluate(parts, config, folder / "eval" / "before")
+    run = fit(parts, loaded, folder, ranks, resume=False, command=command)
+    if run.final is None:
+        raise OpdError(
+            "The experiment was interrupted, so there is no verdict.",
+            why=f"Training stopped after step {run.metrics['num_steps']:.0f} of {loaded.recipe.train.num_steps}.",
+            fix="Run it again; evaluation before training is quick to repeat.",
+        )
+    after = _evaluate(parts, config, folder / "eval" / "after", trained=run.final)
+    ceiling = None
+    controls: dict[str, dict[str, Change]] = {}
+    if full:
+        teacher = _evaluate(parts, config, folder / "eval" / "teacher", view="teacher")
+        ceiling = {"correct": teacher.average_at_n_pct, "contains": teacher.contains_rate_pct}
+        controls = {name: _control(name, recipe, overrides, folder, before, device) for name in CONTROLS}
+    verdict = Verdict(
+        correct=_change(before, after, "correct"),
+        contains=_change(before, after, "contains"),
+        num_problems=after.num_problems,
+        num_samples=after.num_samples,
+        train_seconds=run.metrics["train_s"],
+        seed=loaded.recipe.seed,
+        majority_answer_pct=after.majority_answer_pct,
+        controls=controls,
+        ceiling_pct=ceiling,
+    )
+    write_json(folder / "verdict.json", verdict.to_json())
+    write_report(folder)
+    return verdict
+
+
+def _control(
+    name: str,
+    recipe: str | Path | Mapping[str, Any],
+    overrides: tuple[str, ...],
+    folder: Path,
+    before: EvalResult,
+    device: str | None,
+) -> dict[str, Change]:
+    print(f"\ncontrol: {name}")
+    arm = folder / "controls" / name
+    loaded = load_recipe(recipe, (*overrides, *CONTROLS[name], f"folder={arm}"))
+    check(loaded.recipe)
+    arm.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks(loaded.recipe.log, arm, device=device)
+    parts = assemble(loaded.recipe, ranks.device)
+    run = fit(parts, loaded, arm, ranks, resume=False)
+    after = _evaluate(parts, _eval_config(loaded.recipe), folder / "eval" / name, trained=run.final)
+    return {metric: _change(before, after, metric) for metric in ("correct", "contains")}
+
+
+def _evaluate(
+    parts: Parts, config: EvalConfig, folder: Path, *, trained: Path | None = None, view: View = "student"
+) -> EvalResult:
+    """The student as it is, or (before training, and as its own teacher) with its initial weights."""
+    student = parts.student
+    print(f"\nevaluating: {folder.name}")
+    initial = trained is None and student.has_adapter
+    digest = None if trained is None else sha256(next(trained.glob("*.safetensors")).read_bytes()).hexdigest()
+    return evaluate_with(
+        parts.sampler_with(student.adapter_off) if initial else parts.sampler,
+        student.loaded.tokenizer,
+        parts.renderer,
+        load_problems(config.data).problems,
+        config,
+        folder,
+        checkpoint=Checkpoint(
+            path=student.loaded.reference if trained is None else str(trained),
+            kind="base" if trained is None else "adapter" if student.has_adapter else "full",
+            fingerprint=student.loaded.fingerprint if digest is None else digest[:16],
+            base=None if trained is None else student.loaded.reference,
+            adapter_sha256=digest if student.has_adapter else None,
+        ),
+        view=view,
+        on_long_prompt=parts.recipe.prompt.on_long_prompt,
+    )
+
+
+def _change(before: EvalResult, after: EvalResult, metric: Any) -> Change:
+    found = compare_results(before, after, metric=metric).comparison
+    return Change(*(100 * share for share in (found.avg_a, found.avg_b, found.difference, found.low, found.high)))
+
+
+def _eval_config(recipe: Recipe) -> EvalConfig:
+    if recipe.eval is None:
+        raise OpdError(
+            f"The recipe {recipe.name} has no eval section.",
+            why="A verdict needs held-out problems to score before and after training.",
+            fix="Add eval.data, for example eval.data.name=task eval.data.task=products eval.data.split=heldout.",
+        )
+    return recipe.eval
+
+
+def _threads(recipe: Recipe) -> None:
+    if recipe.train.num_threads is not None:
+        torch.set_num_threads(recipe.train.num_threads)
