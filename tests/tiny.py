@@ -5,6 +5,8 @@ None of them can do anything. `tests/fixtures/tiny_sums` holds one that can.
 
 from __future__ import annotations
 
+import random
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -121,3 +123,46 @@ def _build(config: PretrainedConfig, seed: int, eos_id: int) -> PreTrainedModel:
                 torch.nn.init.normal_(parameter, std=0.3)
     model.generation_config = GenerationConfig(eos_token_id=eos_id, pad_token_id=eos_id)
     return model.eval()
+
+
+# ---- sums: what the trained model of tests/fixtures/tiny_sums does ---------------------------------------------------
+
+SUMS_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ message['content'] + '<eos>' }}"
+    "{% else %}{{ message['content'] + '=' }}{% endif %}{% endfor %}"
+)
+
+
+def build_sums_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte (so one a character of ASCII), then `<eos>`, id 256, which is the padding too.
+
+    The template writes a user's `12+35` as `12+35=` and an assistant's `74` as `74<eos>`.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: token_id for token_id, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    fast.chat_template = SUMS_CHAT_TEMPLATE
+    return fast
+
+
+def question(a: int, b: int) -> str:
+    """What the user asks: ``12+35``."""
+    return f"{a}+{b}"
+
+
+def answer(a: int, b: int) -> str:
+    """The sum with its digits reversed, lowest first, as one adds by hand: 12 + 35 is ``74``."""
+    return str(a + b)[::-1]
+
+
+def sum_pairs(split: str) -> list[tuple[int, int]]:
+    """The pairs of numbers below 100 that the model was trained on (``train``), or was not (``heldout``), shuffled.
+
+    A pair and its mirror image are in the same split.
+    """
+    unordered = [(a, b) for a in range(100) for b in range(a, 100)]
+    random.Random(0).shuffle(unordered)
+    chosen = {"heldout": unordered[:260], "train": unordered[260:]}[split]
+    return [pair for a, b in chosen for pair in sorted({(a, b), (b, a)})]

