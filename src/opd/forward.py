@@ -9,15 +9,21 @@ B sequences, T tokens, N completion tokens of the batch, D hidden.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# A shared prefix shorter than this costs more to keep than to run again.
+MIN_SHARED_TOKENS = 16
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -76,9 +82,10 @@ def pad_right(
     return ids_BT.to(device), torch.cat(rows).to(device)
 
 
-def completion_hidden(body: nn.Module, ids_BT: Tensor, rows_N: Tensor) -> Tensor:
-    """Last hidden states [N, D] at the flat positions `rows_N` of `ids_BT`."""
-    hidden_BTD: Tensor = body(input_ids=ids_BT, use_cache=False).last_hidden_state
+def completion_hidden(body: nn.Module, ids_BT: Tensor, rows_N: Tensor, prefix: DynamicCache | None = None) -> Tensor:
+    """Last hidden states [N, D] at the flat positions `rows_N` of `ids_BT`, which continue `prefix` if there is one."""
+    cache = {} if prefix is None else {cache_keyword(body): prefix}
+    hidden_BTD: Tensor = body(input_ids=ids_BT, use_cache=prefix is not None, **cache).last_hidden_state
     return hidden_BTD.flatten(0, 1).index_select(0, rows_N)
 
 
@@ -97,6 +104,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
+@torch.no_grad()
 def score_hidden(
     body: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -106,12 +114,49 @@ def score_hidden(
     max_tokens: int,
     device: torch.device,
 ) -> Tensor:
-    """Hidden states [N, D] of all completions in the order given, computed in micro-batches of at most `max_tokens`."""
+    """Hidden states [N, D] of all completions in the order given, in micro-batches of at most `max_tokens`; no graph.
+
+    What all prompts begin with (a system message, the same solved examples) runs once, and its keys and values serve
+    every sequence.
+    """
+    shared = shared_prefix(prompts)
+    prefix = _prefix_cache(body, prompts[0][:shared], device) if shared >= MIN_SHARED_TOKENS else None
+    if prefix is not None:
+        prompts = [prompt[shared:] for prompt in prompts]
     parts: list[Tensor] = [torch.empty(0)] * len(prompts)
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
     for group in micro_batches(lengths, max_tokens):
         ids_BT, rows_N = pad_right([prompts[i] for i in group], [completions[i] for i in group], pad_id, device)
-        hidden_ND = completion_hidden(body, ids_BT, rows_N)
+        hidden_ND = completion_hidden(body, ids_BT, rows_N, _repeated(prefix, len(group)))
         for index, part in zip(group, hidden_ND.split([len(completions[i]) for i in group]), strict=True):
             parts[index] = part
     return torch.cat(parts)
+
+
+def shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """How many ids all prompts begin with in common, leaving each at least one of its own; 0 for a single prompt."""
+    if len(prompts) < 2:
+        return 0
+    limit = min(map(len, prompts)) - 1
+    first, last = min(map(tuple, prompts)), max(map(tuple, prompts))  # the two that differ earliest in sorted order
+    return next((place for place in range(limit) if first[place] != last[place]), limit)
+
+
+def cache_keyword(body: nn.Module) -> str:
+    """What the decoder calls its cache: transformers renamed it within version 5, and both names are in the range."""
+    return "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
+
+
+def _prefix_cache(body: nn.Module, ids: Sequence[int], device: torch.device) -> DynamicCache:
+    cache = DynamicCache(config=cast("PreTrainedModel", body).config)
+    body(input_ids=torch.tensor([list(ids)], device=device), use_cache=True, **{cache_keyword(body): cache})
+    return cache
+
+
+def _repeated(prefix: DynamicCache | None, num_rows: int) -> DynamicCache | None:
+    """A copy of the prefix for each row: a forward pass appends to the cache that it is given."""
+    if prefix is None:
+        return None
+    cache = copy.deepcopy(prefix)
+    cache.batch_repeat_interleave(num_rows)
+    return cache

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from opd.forward import body_of, completion_hidden, eval_mode, micro_batches, pad_right, score_hidden
+from opd.forward import (
+    body_of,
+    completion_hidden,
+    eval_mode,
+    micro_batches,
+    pad_right,
+    score_hidden,
+    shared_prefix,
+)
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
@@ -38,6 +46,29 @@ def test_padding_and_order_change_no_hidden_state(architecture: str):
         )
     torch.testing.assert_close(together, alone, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(split, alone, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("architecture", list(tiny.ARCHITECTURES))
+def test_a_prefix_run_once_changes_no_hidden_state(architecture: str):
+    model = tiny.ARCHITECTURES[architecture](64)
+    shared = [3 + i % 50 for i in range(40)]  # longer than the sliding window of the tiny Gemma
+    prompts = [[*shared, *own] for own in ([5, 6], [7], [8, 9, 10])]
+    body = body_of(model)
+    with torch.no_grad():
+        alone = torch.cat(
+            [completion_hidden(body, *pad_right([p], [c], 0, CPU)) for p, c in zip(prompts, COMPLETIONS, strict=True)]
+        )
+    for max_tokens in (1, 10, 10_000):
+        found = score_hidden(body, prompts, COMPLETIONS, pad_id=2, max_tokens=max_tokens, device=CPU)
+        torch.testing.assert_close(found, alone, atol=2e-5, rtol=2e-5)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=2, max_size=6))
+def test_the_shared_prefix_is_the_longest_that_leaves_everyone_a_token(prompts: list[list[int]]):
+    found = shared_prefix(prompts)
+    assert all(prompt[:found] == prompts[0][:found] and len(prompt) > found for prompt in prompts)
+    longer = [prompt[: found + 1] for prompt in prompts]
+    assert min(map(len, prompts)) == found + 1 or any(prefix != longer[0] for prefix in longer)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 2000))

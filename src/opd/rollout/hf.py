@@ -11,7 +11,6 @@ B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,7 +21,7 @@ from transformers import DynamicCache
 
 from opd.config.schema import SamplingConfig
 from opd.errors import OpdError
-from opd.forward import base_model, body_of, compute_dtype, eval_mode
+from opd.forward import base_model, body_of, cache_keyword, compute_dtype, eval_mode
 from opd.loss.head import Head
 from opd.types import Completion, FinishReason
 
@@ -64,10 +63,7 @@ class HfSampler:
         self._dtype = dtype
         self._weights = weights
         self._device = self._head.weight.device
-        # transformers 5.20 renamed the keyword; both names are honest parts of the supported range.
-        self._cache_keyword = (
-            "cache" if "cache" in inspect.signature(self._body.forward).parameters else "past_key_values"
-        )
+        self._cache_keyword = cache_keyword(self._body)
 
     @torch.no_grad()
     def generate(
