@@ -80,7 +80,7 @@ class Head:
             logits = nn.functional.linear(hidden_ND.to(self.weight.dtype), self.weight_VD, self.bias_V)
             logits = logits.to(statistics_dtype(logits))
             if self.softcap is not None:
-                return torch.tanh(logits * (self.scale / self.softcap)).mul_(self.softcap)
+                return torch.tanh(logits.mul_(self.scale / self.softcap)) * self.softcap
             return logits if self.scale == 1.0 else logits.mul_(self.scale)
 
     def slope(self, logits_NV: Float[Tensor, "N V"]) -> Tensor | float:
@@ -103,11 +103,11 @@ class Head:
             OpdError: LoRA on the head, an unknown kind of head, or logits that differ from the model's own.
         """
         base = base_model(model)
-        output = _output_layer(base)
+        weight, bias = _output_matrix(base)
         config: Any = base.config.get_text_config()
         head = cls(
-            output.weight,
-            output.bias,
+            weight,
+            bias,
             scale=float(getattr(config, "logit_scale", None) or 1.0)
             / float(getattr(config, "logits_scaling", None) or 1.0),
             softcap=getattr(config, "final_logit_softcapping", None),
@@ -126,8 +126,8 @@ def _unusable(why: str, fix: str) -> OpdError:
     return OpdError("The output head cannot be used.", why=why, fix=fix)
 
 
-def _output_layer(base: PreTrainedModel) -> nn.Linear:
-    """The layer that makes logits, as a plain weight and bias; OpdError for what is more than that."""
+def _output_matrix(base: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the layer that makes logits; OpdError for a layer that is more than that."""
     output = base.get_output_embeddings()
     kind = type(output).__name__
     if output is None:
@@ -143,7 +143,7 @@ def _output_layer(base: PreTrainedModel) -> nn.Linear:
         raise _unusable(
             f"the output layer ({kind}) holds no plain matrix: {shown}", "load the model without quantising lm_head"
         )
-    return cast("nn.Linear", output)
+    return weight, cast("Tensor | None", getattr(output, "bias", None))
 
 
 @torch.no_grad()

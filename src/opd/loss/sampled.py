@@ -89,7 +89,11 @@ class SampledReverseKL(Loss):
         with torch.no_grad():
             log_p_N = self._teacher_logp(hidden_ND, head, teacher, rollout.ids_N)
             weight_N, metrics = self._weight(log_q_N.detach(), log_p_N.to(log_q_N.dtype), rollout)
-        return TokenLoss(-weight_N * log_q_N, {**student.metrics, **metrics})
+        # A weight that is not finite shows in the value, where the trainer looks, and not in the gradient: times the
+        # zero upstream of a masked row it would still be NaN.
+        finite_N = weight_N.isfinite()
+        values_N = torch.where(finite_N, -weight_N.where(finite_N, 0.0) * log_q_N, -weight_N)
+        return TokenLoss(values_N, {**student.metrics, **metrics})
 
     def _teacher_logp(self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, ids_N: Tensor) -> Tensor:
         if isinstance(teacher, Sampled):

@@ -1,0 +1,136 @@
+"""Heads of real architectures: taken apart right, proven, and refused when they are more than a head."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import tiny
+from opd.errors import OpdError
+from opd.forward import body_of
+from opd.loss import Head
+
+NUM_ROWS, VOCAB_SIZE = 96, 90
+IDS = torch.arange(40).reshape(2, 20)
+
+
+def own_logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits[..., :VOCAB_SIZE].flatten(0, 1)
+
+
+def head_logits(head: Head, model: Any) -> Tensor:
+    with torch.no_grad():
+        return head.logits(body_of(model)(IDS).last_hidden_state.flatten(0, 1))
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_gives_the_models_own_logits(architecture: str) -> None:
+    model = tiny.ARCHITECTURES[architecture](NUM_ROWS)
+    head = Head.from_model(model, vocab_size=VOCAB_SIZE)
+    logits = head_logits(head, model)
+    assert logits.shape == (40, VOCAB_SIZE)
+    torch.testing.assert_close(logits, own_logits(model), rtol=1e-5, atol=1e-5)
+    # What is special about the architecture is not a detail: without it the logits are far off.
+    plain = head_logits(Head(head.weight, vocab_size=VOCAB_SIZE), model)
+    far = (plain - logits).abs().max() > 0.1
+    assert bool(far) == (architecture in {"gemma2", "granite", "cohere"})
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_proof_holds_in_bfloat16(architecture: str) -> None:
+    model = tiny.ARCHITECTURES[architecture](NUM_ROWS).to(torch.bfloat16)
+    head = Head.from_model(model, vocab_size=VOCAB_SIZE)
+    assert head_logits(head, model).dtype == torch.float32
+
+
+def test_a_tied_head_is_the_embedding_itself() -> None:
+    model = tiny.build_qwen3(NUM_ROWS)
+    assert Head.from_model(model).weight is model.get_input_embeddings().weight
+
+
+def test_a_head_that_does_more_is_refused_with_the_difference() -> None:
+    model = tiny.build_llama(NUM_ROWS)
+    model.lm_head.register_forward_hook(lambda _module, _args, output: output * 1.5)
+    with pytest.raises(OpdError, match="does not give the model's own logits") as error:
+        Head.from_model(model)
+    assert "differ by up to" in error.value.why
+
+
+def test_a_nan_in_the_model_is_refused() -> None:
+    model = tiny.build_llama(NUM_ROWS)
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = torch.nan
+    with pytest.raises(OpdError, match="own logits"):
+        Head.from_model(model)
+
+
+def test_the_probe_changes_neither_mode_nor_random_state() -> None:
+    model = tiny.build_llama(NUM_ROWS)
+    model.train()
+    model.model.layers[0].eval()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    Head.from_model(model)
+    assert torch.equal(torch.rand(1), expected)
+    assert model.training
+    assert not model.model.layers[0].training
+    assert not model.model._forward_hooks
+
+
+def test_lora_in_the_body_is_part_of_the_hidden_states() -> None:
+    model = get_peft_model(tiny.build_llama(NUM_ROWS), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    head = Head.from_model(model, vocab_size=VOCAB_SIZE)
+    assert not head.weight.requires_grad
+    torch.testing.assert_close(head_logits(head, model), own_logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_lora_on_the_head_is_refused() -> None:
+    model = get_peft_model(tiny.build_llama(NUM_ROWS), LoraConfig(target_modules=["lm_head", "q_proj"]))
+    with pytest.raises(OpdError, match="cannot be used") as error:
+        Head.from_model(model)
+    assert "target_modules" in error.value.fix
+
+
+def test_a_head_trained_whole_beside_lora_is_the_copy_that_trains() -> None:
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(tiny.build_llama(NUM_ROWS), config)
+    trained = Head.from_model(model)
+    assert trained.weight.requires_grad
+    with torch.no_grad():
+        trained.weight.add_(1.0)
+    with model.disable_adapter():
+        initial = Head.from_model(model)
+    assert not torch.equal(initial.weight, trained.weight)
+
+
+def test_follows_the_model_as_it_trains_and_reaches_its_gradient() -> None:
+    model = tiny.build_llama(NUM_ROWS)
+    with torch.no_grad():
+        head = Head.from_model(model, vocab_size=VOCAB_SIZE)
+        model.lm_head.weight.mul_(2.0)
+    torch.testing.assert_close(head_logits(head, model), own_logits(model), rtol=1e-5, atol=1e-5)
+    head.logits(torch.ones(1, 32)).sum().backward()
+    gradient = model.lm_head.weight.grad
+    assert bool((gradient[:VOCAB_SIZE] == 1).all())
+    assert not gradient[VOCAB_SIZE:].any()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scale": float("nan")}, {"scale": 0.0}, {"softcap": 0.0}, {"softcap": float("inf")}, {"vocab_size": 97}]
+)
+def test_unusable_numbers_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(OpdError, match="cannot be used"):
+        Head(torch.zeros(NUM_ROWS, 4), **fields)
+
+
+def test_a_body_alone_is_refused() -> None:
+    with pytest.raises(OpdError, match="cannot be used"):
+        Head.from_model(copy.deepcopy(tiny.build_llama(NUM_ROWS).model))
