@@ -311,7 +311,7 @@ def test_any_text_survives_jsonl(tmp_path: Path, rows: list[tuple[str, str, str]
 
 
 @given(rows=st.lists(st.dictionaries(columns, json_values | messages, max_size=4) | json_values, max_size=4))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bad_rows_never_cause_anything_but_opd_error(tmp_path: Path, rows: list[Any]) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     for mode in ("error", "drop"):
@@ -326,7 +326,7 @@ def test_bad_rows_never_cause_anything_but_opd_error(tmp_path: Path, rows: list[
 
 
 @given(junk=st.binary(max_size=60), suffix=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_a_table_or_an_opd_error(tmp_path: Path, junk: bytes, suffix: str) -> None:
     path = tmp_path / f"junk{suffix}"
     path.write_bytes(junk)
@@ -355,12 +355,14 @@ def test_a_folder_laid_out_like_a_hub_data_set(hub_folder: Path) -> None:
     source = HubSource(name="hub", dataset=str(hub_folder), subset="main", split="train")
     loaded = load_problems(source)
     assert [(p.problem, p.solution, p.answer) for p in loaded.problems] == [tuple(row.values()) for row in ROWS]
-    assert loaded.problems[1].id == f"{hub_folder}/main:train:1"
+    assert loaded.problems[1].id == "set/main:train:1"
     assert load_problems(source.model_copy(update={"split": "test"})).num_rows == 1
     assert load_problems(source.model_copy(update={"num_problems": 1})).num_rows == 1
 
 
 def test_hub_errors_say_what_was_asked_for(hub_folder: Path) -> None:
+    with pytest.raises(OpdError, match="has no revision 'main'"):
+        load_problems(HubSource(name="hub", dataset=str(hub_folder), subset="main", revision="main"))
     with pytest.raises(OpdError, match="split 'dev', cannot be loaded"):
         load_problems(HubSource(name="hub", dataset=str(hub_folder), subset="main", split="dev"))
     with pytest.raises(OpdError, match="cannot be loaded"):

@@ -38,7 +38,7 @@ def options_of(task: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @given(data=st.data(), task=st.sampled_from(sorted(TASKS)), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_splits_share_no_question_whatever_options_and_seeds(
     data: st.DataObject, task: str, seeds: tuple[int, int]
 ) -> None:

@@ -279,6 +279,13 @@ def _hub(source: HubSource) -> _Table:
     from datasets.exceptions import DatasetsError
 
     name = source.dataset if source.subset is None else f"{source.dataset}/{source.subset}"
+    is_folder = Path(source.dataset).is_dir()
+    if is_folder and source.revision is not None:
+        raise OpdError(
+            f"the data set {name!r} has no revision {source.revision!r}",
+            why="it is a local folder, and revisions are the hub's",
+            fix="remove revision",
+        )
 
     def load(cache: str | None) -> datasets.Dataset:
         return datasets.load_dataset(
@@ -292,7 +299,7 @@ def _hub(source: HubSource) -> _Table:
         )
 
     try:
-        if Path(source.dataset).is_dir():
+        if is_folder:
             with tempfile.TemporaryDirectory(prefix="opd-data-") as cache:
                 table = load(cache)
         else:
@@ -305,7 +312,9 @@ def _hub(source: HubSource) -> _Table:
             "were fetched before can be loaded",
         ) from error
     columns: Sequence[str] = table.column_names
-    rows = (_Row(f"{name}:{source.split}:{index}", dict(record)) for index, record in enumerate(_records(table)))
+    # A folder's rows are named without the path to it: ids, and the seeds made from them, are the same everywhere.
+    short = name.removeprefix(str(Path(source.dataset).parent) + "/") if is_folder else name
+    rows = (_Row(f"{short}:{source.split}:{index}", dict(record)) for index, record in enumerate(_records(table)))
     return f"{name}:{source.split}", list(columns), rows
 
 
