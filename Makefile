@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TEST_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: setup demo test test-all check bench docs clean
+.PHONY: setup demo demo-seeds test test-slow check bench docs clean
 
 setup: $(BIN)/.ready
 
@@ -19,8 +19,8 @@ demo: setup
 test: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
 
-test-all: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+test-slow: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
