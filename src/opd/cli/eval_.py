@@ -99,16 +99,16 @@ def _print(result: EvalResult, folder: Path) -> None:
     )
     for name in ("", "%", "95% interval", "± new samples", "± new problems"):
         table.add_column(name, justify="left" if not name else "right")
-    _add_score(table, f"right answer in the box ({result.metric})", result.score)
-    _add_score(table, "answer anywhere in the text", result.contains)
+    _add_score(table, f"right, in the box ({result.metric})", result.score)
+    _add_score(table, "answer in the text", result.contains)
     for k, value in result.score.pass_at_pct.items():
         if k > 1:
             table.add_row(f"pass@{k}", f"{value:.1f}")
     if result.num_samples > 1:
         table.add_row(f"maj@{result.num_samples}", f"{result.maj_at_n_pct:.1f}")
     table.add_row("has a boxed answer", f"{result.format_rate_pct:.1f}")
-    table.add_row("  of which unreadable", f"{result.unparsed_rate_pct:.1f}")
-    table.add_row("cut off at the length limit", f"{result.truncation_rate_pct:.1f}")
+    table.add_row("boxed, but unreadable", f"{result.unparsed_rate_pct:.1f}")
+    table.add_row("cut off at the limit", f"{result.truncation_rate_pct:.1f}")
     table.add_row(f"always answering {result.majority_answer!r}", f"{result.majority_answer_pct:.1f}")
     console = Console()
     console.print(table)
