@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from opd.config.schema import ContextConfig, MessageTemplate, PromptConfig, TaskSource
 from opd.data import load_problems
-from opd.data.context import same_answer
+from opd.data.context import Contexts, same_answer
 from opd.data.render import Renderer
+from opd.data.sources import question_key
 from opd.errors import OpdError
 from opd.types import Problem
 
@@ -132,6 +133,20 @@ def test_draws_depend_on_seed_and_problem_alone(
     none_given = first.teacher_messages(pool[0])[:-1]
     with_solution = renderer(tiny_tokenizer, pool, "reference_solution", num_demonstrations=2)
     assert with_solution.teacher_messages(pool[0])[:-1] == none_given
+
+
+def test_fixed_demonstrations_are_the_same_for_all_but_their_own(
+    tiny_tokenizer: PreTrainedTokenizerFast, pool: tuple[Problem, ...]
+) -> None:
+    config = ContextConfig(name="demonstrations", num_demonstrations=2, demonstration_choice="fixed")
+    contexts = Contexts(config, pool, seed=5)
+    shown = [contexts.given(problem).demonstrations for problem in pool]
+    common = max(shown, key=shown.count)
+    for problem, demonstrations in zip(pool, shown, strict=True):
+        assert problem not in demonstrations
+        assert demonstrations == common or question_key(problem) in map(question_key, common)
+    other = Contexts(config, pool, seed=6).given(pool[0]).demonstrations
+    assert other != contexts.given(pool[0]).demonstrations
 
 
 def test_demonstrations_follow_the_system_message(

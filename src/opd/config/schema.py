@@ -115,11 +115,13 @@ class ContextConfig(Config):
     - `placebo`: another problem's solution in place of the right one (what is left is format and tone)
     - `none`: nothing
 
-    `num_demonstrations` solved examples may join the first four.
+    `num_demonstrations` solved examples may join the first four. `demonstration_choice: fixed` shows every problem the
+    same ones (the part of the prompt that is the same for all is then run once a step); `per_problem` draws for each.
     """
 
     name: Literal["reference_solution", "answer_only", "demonstrations", "placebo", "none"] = "reference_solution"
     num_demonstrations: int = Field(default=0, ge=0)
+    demonstration_choice: Literal["per_problem", "fixed"] = "per_problem"
 
 
 class PromptConfig(Config):

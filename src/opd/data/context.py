@@ -1,6 +1,6 @@
 """What the teacher is shown beyond the problem: the five contexts, and where examples and donors come from.
 
-Every draw depends on the seed and the problem's id alone.
+Every draw depends on the seed and the problem's id alone, and fixed demonstrations on the seed alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Contexts:
         examples: list[Problem] = []
         keys: set[str] = set()
         if self._config.num_demonstrations:
-            for donor in self._donors(problem, "demonstrations"):
+            fixed = self._config.demonstration_choice == "fixed"
+            order = f"demonstrations {self._seed}"
+            for donor in self._donors(problem, order if fixed else f"{order} {problem.id}"):
                 if question_key(donor) not in keys:
                     examples.append(donor)
                     keys.add(question_key(donor))
@@ -106,7 +108,7 @@ class Contexts:
                 return True
             return donor.answer is not None and not same_answer(donor.answer, problem.answer)
 
-        for donor in self._donors(problem, "placebo"):
+        for donor in self._donors(problem, f"placebo {self._seed} {problem.id}"):
             if is_wrong(donor):
                 return donor
         raise OpdError(
@@ -115,9 +117,9 @@ class Contexts:
             fix="take more training problems, with solutions and answers",
         )
 
-    def _donors(self, problem: Problem, purpose: str) -> Iterator[Problem]:
-        """The pool in an order of the problem's own, without the problem and its equals."""
-        rng = random.Random(f"{purpose} {self._seed} {problem.id}")
+    def _donors(self, problem: Problem, order: str) -> Iterator[Problem]:
+        """The pool in the random order that the text `order` seeds, without the problem and its equals."""
+        rng = random.Random(order)
         for index in shuffled(len(self._pool), rng):
             donor = self._pool[index]
             if donor.id != problem.id and not _same_question(donor, problem):
