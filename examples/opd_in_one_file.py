@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"held-out, {who}: in the box {boxed:.0%}, anywhere {anywhere:.0%}. The first: {texts[0]!r}")
 
     evaluate("student before", [encode(student_messages(a, b)) for a, b in heldout])
-    evaluate("teacher", [teacher_prompt(a, b) for a, b in heldout])  # B is still zero. This score is the ceiling.
+    evaluate("teacher", [teacher_prompt(a, b) for a, b in heldout])  # B is still zero: the untrained model
     for step in range(1, args.steps + 1):
         began = time.time()
         questions = rng.sample(train, 12)

@@ -71,7 +71,7 @@ class LiveWeights(Config):
 
 
 class EmaWeights(Config):
-    """An exponential moving average of the student's trained weights, from the initial ones on: ema = decay*ema + (1-decay)*live."""
+    """A moving average of the student's trained weights, from the initial ones on: decay * ema + (1 - decay) * live."""
 
     name: Literal["ema"]
     decay: float = Field(default=0.99, gt=0, lt=1)
@@ -156,14 +156,14 @@ class ColumnsConfig(Config):
 
 
 class TaskSource(Config):
-    """Generated problems: a built-in task or `reasoning_gym:NAME`, with fixed seeds; train and held-out never overlap."""
+    """Generated problems: a built-in task or `reasoning_gym:NAME`; train and held-out never overlap."""
 
     name: Literal["task"]
     task: str
     split: Literal["train", "heldout"] = "train"
     num_problems: int | None = Field(default=None, ge=1)
     seed: int = 0
-    options: dict[str, Scalar] = {}
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
 
 
 class FileSource(Config):
