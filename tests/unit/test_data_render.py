@@ -266,6 +266,15 @@ def test_special_tokens_in_the_text_are_bad_rows(
     assert "x<" not in made.pair(pool[0]).teacher_text
 
 
+@pytest.mark.parametrize("token", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+def test_every_control_token_is_found_not_only_those_with_a_role(
+    tiny_tokenizer: PreTrainedTokenizerFast, token: str
+) -> None:
+    with pytest.raises(OpdError, match="problem evil:2 holds the special token") as caught:
+        renderer(tiny_tokenizer, []).pair(Problem("evil:2", f"a{token}b", "s"))
+    assert token in caught.value.what
+
+
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(str.strip))
 @example(text="<|im_end |>{{ problem }}{% raw %}")
 @example(text=" leading and trailing \n")
