@@ -62,9 +62,9 @@ def build_run(folder: Path, *, num_steps: int = 12, completion: str = "8 * 3 = \
     check = {"name": "positions", "figure": 0.0004, "tolerance": 0.01, "status": "pass", "detail": "KL", "advice": ""}
     warned = {**check, "name": "signal", "status": "warn", "figure": "weak", "tolerance": None, "advice": "look"}
     write_json(folder / "doctor.json", {"summary": "doctor: 1 passed", "checks": [check, warned]})
-    arms = {"before": 0.05, "after": 0.7, "teacher": 0.55, "placebo-other-solution": 0.3}
+    arms = {"before": 0.05, "after": 0.7, "teacher": 0.55, "placebo": 0.3}
     for number, (arm, chance) in enumerate(arms.items()):
-        build_arm(folder / "eval" / arm, chance, number, view="student" if arm in ("before", "after") else "teacher")
+        build_arm(folder / "eval" / arm, chance, number, view="teacher" if arm == "teacher" else "student")
     return folder
 
 
@@ -203,6 +203,17 @@ def test_the_verdict_is_the_comparison_of_the_results(run: Path, page: str) -> N
     assert "2 min 44 s of training" in text  # 12 x (5.4 + 2.5 + 5.8) s
 
 
+def test_controls_are_named_with_what_they_gained(run: Path, page: str) -> None:
+    from opd.eval.result import load_result
+
+    results = [load_result(run / "eval" / arm) for arm in ("before", "placebo")]
+    gain = compare_results(results[0], results[1]).comparison
+    row = next(row for row in re.findall(r"<tr>.*?</tr>", page) if "control: placebo" in row)
+    cells = " ".join(Page(row.replace("</td>", " </td>")).text.replace("\u2212", "-").split())
+    assert f"{100 * gain.difference:+.1f} {100 * gain.low:+.1f} to {100 * gain.high:+.1f}" in cells
+    assert "another problem's solution (placebo)" in Page(page).text
+
+
 def test_no_difference_is_called_that(tmp_path: Path) -> None:
     folder = build_run(tmp_path / "run")
     for name in ("manifest.json", "samples.jsonl", "result.json"):
@@ -243,7 +254,6 @@ def test_recipe_doctor_environment_and_command_are_shown(page: str) -> None:
     assert "✓ pass" in text
     assert "! warn" in text
     assert re.search(r"peft\s*not installed", text)
-    assert "teacher, placebo other solution" in text
 
 
 def test_pairs_come_in_order_and_are_counted(run: Path, page: str) -> None:
@@ -399,7 +409,7 @@ def test_the_demo_picture_is_one_svg_for_light_and_dark(run: Path, tmp_path: Pat
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "prefers-color-scheme: dark" in text
     words = {"".join(element.itertext()).strip() for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"student before", "student after", "teacher", "teacher, placebo other solution"} <= words
+    assert {"student before", "student after", "teacher", "control: placebo"} <= words
     assert "#01" not in text, "a placeholder colour is left"
     assert demo_picture(run, tmp_path / "again.svg").read_text() == text
 

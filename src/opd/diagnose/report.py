@@ -25,6 +25,7 @@ from opd.diagnose.figures import css_variables, require_matplotlib, smoothing_wi
 from opd.diagnose.run_folder import Arm, RunFolder, read_run
 from opd.diagnose.transcripts import before_and_after, samples_over_time
 from opd.errors import OpdError
+from opd.eval.result import Metric
 from opd.eval.verdict import compare_results
 
 __all__ = ["demo_picture", "render", "write_report"]
@@ -104,6 +105,8 @@ def render(run: RunFolder) -> str:
         changes=changes,
         train_time=_duration(_train_seconds(run)),
         before=run.arms.get("before"),
+        gains=_gains(run),
+        has_controls=any(arm.is_control for arm in run.arms.values()),
         warnings=warnings,
         curves=[Markup(svg) for svg in run_figures(run)],
         smoothed=smoothing_width(len(run.steps)),
@@ -131,15 +134,23 @@ def _changes(run: RunFolder) -> tuple[list[Change], list[str]]:
     before, after = run.arms.get("before"), run.arms.get("after")
     if before is None or after is None:
         return [], []
-    changes: list[Change] = []
-    warnings: dict[str, None] = {}
-    for metric, title in METRIC_TITLES.items():
-        compared = compare_results(before.result, after.result, metric=metric, allow_different_settings=True)
-        numbers = compared.comparison
-        shares = (numbers.avg_a, numbers.avg_b, numbers.difference, numbers.low, numbers.high)
-        changes.append(Change(title, *(100 * share for share in shares)))
-        warnings.update(dict.fromkeys(compared.warnings))
-    return changes, list(warnings)
+    found = [_change(before, after, metric) for metric in METRIC_TITLES]
+    warnings = dict.fromkeys(warning for _, lines in found for warning in lines)
+    return [change for change, _ in found], list(warnings)
+
+
+def _change(before: Arm, after: Arm, metric: Metric) -> tuple[Change, tuple[str, ...]]:
+    compared = compare_results(before.result, after.result, metric=metric, allow_different_settings=True)
+    numbers = compared.comparison
+    shares = (numbers.avg_a, numbers.avg_b, numbers.difference, numbers.low, numbers.high)
+    return Change(METRIC_TITLES[metric], *(100 * share for share in shares)), compared.warnings
+
+
+def _gains(run: RunFolder) -> dict[str, Change]:
+    """What each trained student gained over the student before training, correct in the box, by evaluation."""
+    before = run.arms.get("before")
+    trained = [arm for arm in run.arms.values() if arm.name == "after" or arm.is_control]
+    return {} if before is None else {arm.name: _change(before, arm, "correct")[0] for arm in trained}
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -186,7 +197,9 @@ def _teacher(recipe: Recipe) -> str:
 
 
 def _train_seconds(run: RunFolder) -> float:
-    """Seconds of all steps; NaN without steps."""
+    """Wall time of the training steps; NaN without steps."""
+    if run.verdict is not None and isinstance(run.verdict.get("train_seconds"), int | float):
+        return float(run.verdict["train_seconds"])
     if not run.steps:
         return math.nan
     return sum(value for key in PHASES.values() for value in column(run.steps, key) if not math.isnan(value))

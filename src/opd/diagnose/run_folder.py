@@ -1,7 +1,7 @@
 """What a run left in its folder, read for people: missing pieces stay None, and nothing is guessed.
 
 resolved.yaml  environment.json  steps.jsonl  samples.jsonl  doctor.json  verdict.json
-eval/<arm>/{result.json, manifest.json, samples.jsonl}   arms: before, after, and optionally teacher, placebo-* ...
+eval/<arm>/{result.json, manifest.json, samples.jsonl}   arms: before, after, and optionally teacher and controls
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_ARMS = ("before", "after", "teacher")
 
 @dataclass(frozen=True)
 class Arm:
-    """One evaluation of the run: `before`, `after`, `teacher` or another comparison.
+    """One evaluation of the run: `before`, `after`, `teacher` (the ceiling), or a control such as `placebo`.
 
     Args:
         name: of its folder.
@@ -48,7 +48,12 @@ class Arm:
     def label(self) -> str:
         """How pictures and tables call it."""
         known = {"before": "student before", "after": "student after", "teacher": "teacher"}
-        return known.get(self.name, f"{self.view}, {self.name.replace('-', ' ')}")
+        return known.get(self.name, f"{'teacher' if self.view == 'teacher' else 'control'}: {self.name}")
+
+    @property
+    def is_control(self) -> bool:
+        """Whether this is a student that learned from a teacher shown something else."""
+        return self.name not in FIRST_ARMS and self.view == "student"
 
 
 @dataclass(frozen=True)
