@@ -13,9 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from opd.config.check import check
 from opd.config.load import load_recipe
 from opd.config.schema import EvalConfig, Recipe
 from opd.data import load_problems
@@ -27,9 +24,8 @@ from opd.eval.runner import evaluate_with
 from opd.eval.verdict import compare_results
 from opd.log import write_json
 from opd.training.assemble import Parts, assemble
-from opd.training.distributed import Ranks
 from opd.training.loop import fit
-from opd.training.run import run_folder
+from opd.training.run import begin
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,8 @@ class Verdict:
         seed: of the run.
         majority_answer_pct: what always giving the most frequent answer would score.
         controls: name -> change under that control; empty unless asked for.
-        ceiling_pct: the teacher's own score, sampled, with its privileged prompt; None unless asked for.
+        untrained_pct: scores of the untrained model under prompts that the student does not see: `teacher`, with
+            examples and the solution (the ceiling), and `few-shot`, with the examples alone; empty unless asked for.
     """
 
     correct: Change
@@ -69,7 +66,7 @@ class Verdict:
     seed: int
     majority_answer_pct: float
     controls: Mapping[str, Mapping[str, Change]]
-    ceiling_pct: Mapping[str, float] | None
+    untrained_pct: Mapping[str, Mapping[str, float]]
 
     def line(self) -> str:
         """The line that `make demo` ends with."""
@@ -114,11 +111,8 @@ def experiment(
         OpdError: as `opd.train` and `opd.evaluate` do; also when the recipe has no eval section.
     """
     loaded = load_recipe(recipe, overrides)
-    check(loaded.recipe)
     config = _eval_config(loaded.recipe)
-    folder = run_folder(loaded, resume=False)
-    ranks = Ranks(loaded.recipe.log, folder, device=device)
-    _threads(loaded.recipe)
+    folder, ranks = begin(loaded, resume=False, device=device)
     parts = assemble(loaded.recipe, ranks.device)
     refuse_if_failed(examine(parts, folder=folder))
 
@@ -131,12 +125,14 @@ def experiment(
             fix="Run it again; evaluation before training is quick to repeat.",
         )
     after = _evaluate(parts, config, folder / "eval" / "after", trained=run.final)
-    ceiling = None
+    untrained: dict[str, dict[str, float]] = {}
     controls: dict[str, dict[str, Change]] = {}
     if full:
-        teacher = _evaluate(parts, config, folder / "eval" / "teacher", view="teacher")
-        ceiling = {"correct": teacher.average_at_n_pct, "contains": teacher.contains_rate_pct}
-        controls = {name: _control(name, recipe, overrides, folder, before, device) for name in CONTROLS}
+        untrained["teacher"] = _scores(_evaluate(parts, config, folder / "eval" / "teacher", view="teacher"))
+        for name in CONTROLS:
+            arm, controls[name] = _control(name, recipe, overrides, folder, before, device)
+            if name == "demonstrations":
+                untrained["few-shot"] = _scores(_evaluate(arm, config, folder / "eval" / "few-shot", view="teacher"))
     verdict = Verdict(
         correct=_change(before, after, "correct"),
         contains=_change(before, after, "contains"),
@@ -146,7 +142,7 @@ def experiment(
         seed=loaded.recipe.seed,
         majority_answer_pct=after.majority_answer_pct,
         controls=controls,
-        ceiling_pct=ceiling,
+        untrained_pct=untrained,
     )
     write_json(folder / "verdict.json", verdict.to_json())
     write_report(folder)
@@ -160,17 +156,15 @@ def _control(
     folder: Path,
     before: EvalResult,
     device: str | None,
-) -> dict[str, Change]:
+) -> tuple[Parts, dict[str, Change]]:
     print(f"\ncontrol: {name}")
     arm = folder / "controls" / name
     loaded = load_recipe(recipe, (*overrides, *CONTROLS[name], f"folder={arm}"))
-    check(loaded.recipe)
-    arm.mkdir(parents=True, exist_ok=True)
-    ranks = Ranks(loaded.recipe.log, arm, device=device)
+    _, ranks = begin(loaded, resume=False, device=device)
     parts = assemble(loaded.recipe, ranks.device)
     run = fit(parts, loaded, arm, ranks, resume=False)
     after = _evaluate(parts, _eval_config(loaded.recipe), folder / "eval" / name, trained=run.final)
-    return {metric: _change(before, after, metric) for metric in ("correct", "contains")}
+    return parts, {metric: _change(before, after, metric) for metric in ("correct", "contains")}
 
 
 def _evaluate(
@@ -200,6 +194,10 @@ def _evaluate(
     )
 
 
+def _scores(result: EvalResult) -> dict[str, float]:
+    return {"correct": result.average_at_n_pct, "contains": result.contains_rate_pct}
+
+
 def _change(before: EvalResult, after: EvalResult, metric: Any) -> Change:
     found = compare_results(before, after, metric=metric).comparison
     return Change(*(100 * share for share in (found.avg_a, found.avg_b, found.difference, found.low, found.high)))
@@ -213,8 +211,3 @@ def _eval_config(recipe: Recipe) -> EvalConfig:
             fix="Add eval.data, for example eval.data.name=task eval.data.task=products eval.data.split=heldout.",
         )
     return recipe.eval
-
-
-def _threads(recipe: Recipe) -> None:
-    if recipe.train.num_threads is not None:
-        torch.set_num_threads(recipe.train.num_threads)

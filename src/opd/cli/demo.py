@@ -52,11 +52,8 @@ def print_table(verdict: object) -> None:
     row("student, this teacher", verdict.correct, verdict.contains)
     for name, changes in verdict.controls.items():
         row(f"control: {name}", changes["correct"], changes["contains"])
-    if verdict.ceiling_pct is not None:
-        table.add_row(
-            "the teacher itself",
-            *(f"{verdict.ceiling_pct[m]:.1f}%" if m else "" for m in ("correct", "", "contains", "")),
-        )
+    for name, scores in verdict.untrained_pct.items():
+        table.add_row(f"untrained, {name} prompt", f"{scores['correct']:.1f}%", "", f"{scores['contains']:.1f}%", "")
     table.add_row("always the commonest answer", f"{verdict.majority_answer_pct:.1f}%", "", "", "")
     Console().print(table)
 

@@ -23,7 +23,7 @@ def train(
         from opd.config.check import dry_run_summary
         from opd.config.load import load_recipe
 
-        Console().print(dry_run_summary(load_recipe(recipe, overrides or ())))
+        Console().print(dry_run_summary(load_recipe(recipe, overrides or ())), soft_wrap=True)
         return
     from opd.training.run import train as run
 

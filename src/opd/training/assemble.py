@@ -53,7 +53,15 @@ def assemble(recipe: Recipe, device: torch.device) -> Parts:
     if isinstance(recipe.teacher, ModelTeacherConfig):
         _refuse_another_vocabulary(recipe.student, recipe.teacher)
         teacher_tokenizer = load_tokenizer(recipe.teacher)
-    renderer = Renderer(recipe.prompt, recipe.context, tokenizer, teacher_tokenizer, problems.problems, recipe.seed)
+    renderer = Renderer(
+        recipe.prompt,
+        recipe.context,
+        tokenizer,
+        teacher_tokenizer,
+        problems.problems,
+        recipe.seed,
+        on_bad_row=recipe.data.on_bad_row,
+    )
     rendered = renderer.pairs(problems.problems)
     if not rendered.pairs:
         raise OpdError(

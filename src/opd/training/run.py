@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from opd.config.check import check
+from opd.config.check import dry_run_summary
 from opd.config.load import LoadedRecipe, load_recipe
 from opd.errors import OpdError
 from opd.training.assemble import assemble
@@ -42,17 +43,25 @@ def train(
         OpdError: for everything a recipe, its data or its models can get wrong, before training where possible.
     """
     loaded = load_recipe(recipe, overrides)
-    check(loaded.recipe)
-    folder = run_folder(loaded, resume=resume)
-    if loaded.recipe.train.num_threads is not None:
-        torch.set_num_threads(loaded.recipe.train.num_threads)
-    ranks = Ranks(loaded.recipe.log, folder, device=device)
+    folder, ranks = begin(loaded, resume=resume, device=device)
     parts = assemble(loaded.recipe, ranks.device)
     if not skip_doctor:
         from opd.diagnose.doctor import examine, refuse_if_failed
 
         refuse_if_failed(examine(parts, folder=folder if ranks.is_main else None))
     return fit(parts, loaded, folder, ranks, resume=resume, command=command)
+
+
+def begin(loaded: LoadedRecipe, *, resume: bool, device: str | None) -> tuple[Path, Ranks]:
+    """Check the recipe, say what will run (the formula, both temperatures, warnings), and open folder and devices."""
+    summary = dry_run_summary(loaded)  # checks the recipe, before the folder is made
+    folder = run_folder(loaded, resume=resume)
+    if loaded.recipe.train.num_threads is not None:
+        torch.set_num_threads(loaded.recipe.train.num_threads)
+    ranks = Ranks(loaded.recipe.log, folder, device=device)
+    if ranks.is_main:
+        Console().print(summary, soft_wrap=True)
+    return folder, ranks
 
 
 def run_folder(loaded: LoadedRecipe, *, resume: bool) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,7 +132,10 @@ def _add_lora(model: nn.Module, adapter: LoraConfig, seed: int) -> nn.Module:
     )
     torch.manual_seed(seed)
     try:
-        return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+        with warnings.catch_warnings():
+            # peft asks transformers for `is_gradient_checkpointing`, a name on its way out: nothing a user could do.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise OpdError(
             f"LoRA could not be added to {type(model).__name__}.",
