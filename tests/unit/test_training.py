@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,74 @@ def test_resuming_equals_never_having_stopped(
     expected, found = final_weights(whole.folder), final_weights(resumed.folder)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_loses_nothing(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    whole = run(recipe(tiny_model_folder, tmp_path / "whole"))
+    fields = recipe(tiny_model_folder, tmp_path / "parts", train={"checkpoint_every_num_steps": None})
+    real_step = train_step
+
+    def interrupted_in_step_3(parts: Any, learner: Any, ranks: Any, step: int) -> Any:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real_step(parts, learner, ranks, step)
+
+    monkeypatch.setattr(loop, "train_step", interrupted_in_step_3)
+    result = run(fields)
+    assert result.interrupted
+    assert result.final is None
+    assert "opd train tiny.yaml --resume" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert losses(run(fields, resume=True).folder) == losses(whole.folder)
+
+
+def test_a_second_ctrl_c_stops_at_once(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted_twice(*_: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(loop, "train_step", interrupted_twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe(tiny_model_folder, tmp_path / "run"))
+
+
+def test_trackers_get_every_step(tiny_model_folder: Path, tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = run(recipe(tiny_model_folder, tmp_path / "run", log={"trackers": ["tensorboard"]}))
+    events = EventAccumulator(str(next(result.folder.rglob("events.out.*")).parent))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(result.folder))
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_gradient_that_is_not_finite_names_its_problem_or_is_skipped(
+    policy: str, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from opd.teacher import SelfTeacher
+
+    real_score = SelfTeacher.score
+
+    def broken(self: SelfTeacher, rollouts: Any) -> Any:
+        scores = real_score(self, rollouts)
+        scores.hidden_ND[0] = float("nan")
+        return scores
+
+    monkeypatch.setattr(SelfTeacher, "score", broken)
+    fields = recipe(tiny_model_folder, tmp_path / "run", train={"on_nonfinite": policy, "num_steps": 1})
+    if policy == "stop":
+        with pytest.raises(OpdError, match="not finite") as caught:
+            run(fields)
+        assert caught.value.why.count("products:") == 1
+        return
+    result = run(fields)
+    (line,) = [json.loads(line) for line in (result.folder / "steps.jsonl").read_text().splitlines()]
+    assert line["skipped"] is True
+    assert line["loss"] is None
+    assert all((tensor == 0).all() for name, tensor in final_weights(result.folder).items() if "lora_B" in name)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,7 +84,7 @@ class Ranks:
     def start_trackers(self, project: str, config: dict[str, Any]) -> None:
         """Open the trackers that the recipe names."""
         if self._trackers:
-            self.accelerator.init_trackers(project, config=config)
+            self.accelerator.init_trackers(project, config=dict(_flat(config)))
 
     def track(self, values: dict[str, float], step: int) -> None:
         """Send one step's values to the trackers."""
@@ -95,3 +95,13 @@ class Ranks:
         """Close the trackers."""
         if self._trackers:
             self.accelerator.end_training()
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Dotted keys and plain values: tensorboard takes nothing else."""
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, bool | int | float | str) else str(value)
