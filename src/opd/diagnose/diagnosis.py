@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 Status = Literal["pass", "warn", "fail"]
 _COLOURS: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
@@ -68,27 +68,27 @@ class Diagnosis:
             f"({self.num_samples} samples, {self.num_tokens} tokens, {self.seconds:.1f} s)"
         )
 
-    def table(self) -> Table:
-        """Check, figure, tolerance, result, and what was seen or is to be done."""
+    def table(self) -> Group:
+        """A table of check, figure, tolerance and result; below it what each check saw, and what to do."""
+        from rich.console import Group
+        from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self.summary, title_justify="left", show_lines=True)
-        for column in ("check", "figure", "tolerance", "result", "seen, and what to do"):
+        table = Table(title=self.summary, title_justify="left")
+        for column in ("check", "figure", "tolerance", "result"):
             table.add_column(column, overflow="fold")
+        seen: list[Text | Padding] = []
         for check in self.checks:
             # Text, not markup: prompts hold square brackets.
-            seen = Text(check.detail)
+            tolerance = "" if check.tolerance is None else shown(check.tolerance)
+            status = Text(check.status, style=_COLOURS[check.status])
+            table.add_row(Text(check.name), Text(shown(check.figure)), Text(tolerance), status)
+            seen.append(Text(check.name, style=_COLOURS[check.status]))
+            seen.append(Padding(Text(check.detail, style="dim"), (0, 0, 0, 2)))
             if check.advice:
-                seen.append(f"\n-> {check.advice}", style=_COLOURS[check.status])
-            table.add_row(
-                Text(check.name),
-                Text(shown(check.figure)),
-                Text("" if check.tolerance is None else shown(check.tolerance)),
-                Text(check.status, style=_COLOURS[check.status]),
-                seen,
-            )
-        return table
+                seen.append(Padding(Text(f"-> {check.advice}"), (0, 0, 0, 2)))
+        return Group(table, *seen)
 
     def write(self, path: Path) -> None:
         """The results as JSON; a figure that is not finite becomes null."""

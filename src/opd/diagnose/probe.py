@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from opd import forward
 from opd.config.schema import ModelTeacherConfig, SamplingConfig
 from opd.errors import OpdError
-from opd.loss import Full, Head
+from opd.loss import Full, Head, token_logp
 from opd.models import LoadedModel
 from opd.seeds import derive_seed
 from opd.teacher import ModelTeacher, SelfTeacher
@@ -164,18 +164,42 @@ class Probe:
         """The sampled ids, sample by sample."""
         return completion_ids(self.rollouts, self.student.device)
 
+    @torch.no_grad()
+    def learner_logp(self, rollouts: Sequence[Rollout], hidden_ND: Tensor) -> Tensor:
+        """The learner's log-probability [N] of each sampled token at the sampling temperature, on the CPU.
+
+        Greedy sampling reports the token's own log-probability, at temperature 1.
+        """
+        ids_N = completion_ids(rollouts, hidden_ND.device)
+        return token_logp(hidden_ND, self.student.head, ids_N, self.sampling.temperature or 1.0).cpu()
+
     @cached_property
     def moved_weights(self) -> Mapping[str, Tensor]:
-        """Trained weights that differ visibly from the student's own, the same ones each time.
+        """Trained weights that differ visibly from the student's own: its log-probabilities move by 0.2 to 2 nats.
 
-        Each tensor moves by a tenth of its size; one that is all zero, as LoRA's B is before training, by 0.05. That
-        costs one copy of the trained weights while the doctor works, a third of what gradients and AdamW need later.
+        Less could hide in rounding, and much more leaves a model whose own rounding is large. The size of the move is
+        found by doubling and halving, since it depends on the adapter's rank and on the model's depth. Costs one copy
+        of the trained weights while the doctor works, a third of what gradients and AdamW need later.
         """
+        own_N = self.learner_logp(self.rollouts, self.student_padded_ND)
+        moved: Mapping[str, Tensor] = {}
+        size = 0.1
+        for _ in range(8):
+            moved = self._moved_by(size)
+            with self.student.using(moved):
+                shift = (self.learner_logp(self.rollouts, self.learner_hidden(self.rollouts)) - own_N).abs().mean()
+            if 0.2 <= shift <= 2.0:
+                break
+            size *= 2.0 if shift < 0.2 else 0.5
+        return moved
+
+    def _moved_by(self, size: float) -> Mapping[str, Tensor]:
+        """Each tensor plus noise of `size` times its own; of `size` where it is all zero, as LoRA's B at the start."""
         generator = torch.Generator().manual_seed(0)
         moved: dict[str, Tensor] = {}
         for name, parameter in self.student.trained().items():
-            size = parameter.detach().float().square().mean().sqrt().item()
-            noise = torch.randn(parameter.shape, generator=generator) * (0.1 * size if size > 0 else 0.05)
+            scale = parameter.detach().float().square().mean().sqrt().item() or 1.0
+            noise = torch.randn(parameter.shape, generator=generator) * (size * scale)
             moved[name] = parameter.detach() + noise.to(parameter)
         return moved
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opd import forward
 from opd.diagnose.diagnosis import CheckResult, Status, shown
-from opd.diagnose.probe import MIN_SIGNAL, Probe, alone, completion_ids, kl, log_probs
+from opd.diagnose.probe import MIN_SIGNAL, Probe, alone, kl, log_probs
 from opd.loss import token_logp
 from opd.types import Full, Rollout
 
@@ -109,13 +109,13 @@ def sampler_matches_learner(probe: Probe) -> CheckResult:
     would pass.
     """
     limits = probe.tolerances
-    start_N = (_sampler_logp(probe.rollouts) - _learner_logp(probe, probe.rollouts, probe.student_padded_ND)).abs()
+    start_N = (_sampler_logp(probe.rollouts) - probe.learner_logp(probe.rollouts, probe.student_padded_ND)).abs()
     with probe.student.using(probe.moved_weights):
         rollouts = probe.sample()
-        moved_logp_N = _learner_logp(probe, rollouts, probe.learner_hidden(rollouts))
+        moved_logp_N = probe.learner_logp(rollouts, probe.learner_hidden(rollouts))
     moved_N = (_sampler_logp(rollouts) - moved_logp_N).abs()
     # The same tokens under the student's own weights: what a sampler that missed the move would have reported.
-    canary_N = (moved_logp_N - _learner_logp(probe, rollouts, probe.learner_hidden(rollouts))).abs()
+    canary_N = (moved_logp_N - probe.learner_logp(rollouts, probe.learner_hidden(rollouts))).abs()
 
     difference_N = torch.cat([start_N, moved_N])
     detail = (
@@ -183,13 +183,6 @@ def _sampler_logp(rollouts: list[Rollout]) -> Tensor:
     """behavior_logp + kept_logp [N]: the untruncated log-probability at the sampling temperature, by the sampler."""
     pairs = [pair for r in rollouts for pair in zip(r.completion.behavior_logp, r.completion.kept_logp, strict=True)]
     return torch.tensor([behavior + kept for behavior, kept in pairs])
-
-
-@torch.no_grad()
-def _learner_logp(probe: Probe, rollouts: list[Rollout], hidden_ND: Tensor) -> Tensor:
-    """The same [N] by the learner. Greedy sampling reports the token's own log-probability, at temperature 1."""
-    ids_N = completion_ids(rollouts, hidden_ND.device)
-    return token_logp(hidden_ND, probe.student.head, ids_N, probe.sampling.temperature or 1.0).cpu()
 
 
 @torch.no_grad()
