@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,11 @@ class RunLog:
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     """The lines of steps.jsonl."""
     path = folder / "steps.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in _lines(path)] if path.exists() else []
 
 
 def environment(command: str) -> dict[str, Any]:
-    """Versions, hardware, git commit and command of this run."""
+    """Start, versions, hardware, git commit and command of this run."""
     import torch
 
     versions: dict[str, str | None] = {}
@@ -57,6 +58,7 @@ def environment(command: str) -> dict[str, Any]:
             versions[name] = None
     return {
         "command": command,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": _processor(),
@@ -93,7 +95,7 @@ def _cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept: list[str] = []
-    for line in path.read_text().splitlines():
+    for line in _lines(path):
         try:
             fields = json.loads(line)
         except json.JSONDecodeError:
@@ -104,6 +106,11 @@ def _cut_after(path: Path, step: int) -> None:
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text("".join(f"{line}\n" for line in kept))
     aside.replace(path)
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines end at a newline and nowhere else; `splitlines` would also split at the U+2028 of a completion."""
+    return [line for line in path.read_text().split("\n") if line]
 
 
 def _processor() -> str:

@@ -162,6 +162,7 @@ class StepRecord:
     step: int
     loss: float
     metrics: Mapping[str, float]
+    num_completions: int
     num_supervised_tokens: int
     num_sampled_tokens: int
     num_prompt_tokens: int

@@ -221,3 +221,13 @@ def test_shuffled_is_a_permutation(size: int, seed: int) -> None:
     import random
 
     assert sorted(shuffled(size, random.Random(seed))) == list(range(size))
+
+
+@pytest.mark.parametrize("task", ["products", "sums", "three_term_sums", "gcd", "letter_counting"])
+def test_stated_solutions_say_the_answer_in_the_sentence_and_in_the_box(task: str) -> None:
+    source = TaskSource(name="task", task=task, num_problems=20, options={"solution_style": "stated"})
+    for problem in load_problems(source).problems:
+        assert problem.solution is not None
+        sentence, box = problem.solution.split(". The answer is ")
+        assert sentence.endswith(str(problem.answer))
+        assert box == f"\\boxed{{{problem.answer}}}."

@@ -80,9 +80,9 @@ def _step(step: int, completion: str) -> StepRecord:
         "policy_version": step - 1,
     }
     return StepRecord(
-        step=step, loss=loss, metrics=metrics, num_supervised_tokens=200, num_sampled_tokens=200, num_prompt_tokens=500,
-        num_truncated=2, grad_norm=0.6, learning_rate=1e-3 * min(1, step / 4), skipped=step == 3, rollout_s=5.4,
-        teacher_s=2.5, update_s=5.8, samples=(sample, sample),
+        step=step, loss=loss, metrics=metrics, num_completions=12, num_supervised_tokens=200, num_sampled_tokens=200,
+        num_prompt_tokens=500, num_truncated=2, grad_norm=0.6, learning_rate=1e-3 * min(1, step / 4), skipped=step == 3,
+        rollout_s=5.4, teacher_s=2.5, update_s=5.8, samples=(sample, sample),
     )  # fmt: skip
 
 

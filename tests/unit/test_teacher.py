@@ -169,6 +169,17 @@ def test_another_vocabulary_is_refused_before_any_model_is_loaded(tiny_model_fol
         assemble(load_recipe(recipe).recipe, CPU)
 
 
+def test_full_fine_tuning_teaches_the_embedding_of_a_stop_token_that_is_also_the_padding(tiny_model_folder: Path):
+    learner = student(tiny_model_folder, {"name": "full"})
+    stop = learner.loaded.pad_id
+    assert stop in learner.loaded.stop_ids
+    hidden = learner.module(torch.tensor([[5, stop, 6]]), torch.tensor([2]))
+    hidden.square().sum().backward()
+    embedding = learner.loaded.model.get_input_embeddings().weight
+    assert embedding.grad is not None
+    assert embedding.grad[stop].abs().max() > 0
+
+
 def test_full_fine_tuning_keeps_float32_weights_under_bfloat16_compute(tiny_model_folder: Path):
     config = StudentConfig.model_validate({"model": str(tiny_model_folder), "adapter": {"name": "full"}})
     learner = load_student(config, device=CPU, seed=1)

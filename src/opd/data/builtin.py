@@ -17,6 +17,8 @@ from pydantic import Field, model_validator
 
 from opd.config.base import Config
 
+SolutionStyle = Literal["boxed", "stated", "worked"]
+
 
 @dataclass(frozen=True)
 class Item:
@@ -37,12 +39,19 @@ class Item:
     boxed: str
     worked: str
 
+    def solution(self, style: SolutionStyle) -> str:
+        """In one of three styles: `8 * 3 = \\boxed{24}`; `8 * 3 = 24. The answer is \\boxed{24}.`; with its steps."""
+        if style == "stated":
+            box = f"\\boxed{{{self.answer}}}"
+            return f"{self.boxed.replace(box, self.answer)}. The answer is {box}."
+        return self.boxed if style == "boxed" else self.worked
+
 
 class TaskOptions(Config):
     """What every built-in task understands."""
 
     heldout_frac: float = Field(default=0.3, ge=0.01, le=0.99)
-    solution_style: Literal["boxed", "worked"] = "boxed"
+    solution_style: SolutionStyle = "boxed"
 
 
 _Options = TypeVar("_Options", bound=TaskOptions)

@@ -104,7 +104,7 @@ def _builtin_problems(source: TaskSource) -> Iterator[Problem]:
         yield Problem(
             id=f"{source.task}:{item.name}",
             problem=item.question,
-            solution=item.boxed if options.solution_style == "boxed" else item.worked,
+            solution=item.solution(options.solution_style),
             answer=item.answer,
             metadata={"task": source.task, "question_key": f"{source.task}:{item.key}"},
         )

@@ -151,8 +151,9 @@ def _record(
     update: Update,
     seconds: tuple[float, float, float],
 ) -> StepRecord:
-    sampled, prompts, truncated = ranks.sum(
+    completions, sampled, prompts, truncated = ranks.sum(
         [
+            len(rollouts),
             sum(len(rollout.completion.ids) for rollout in rollouts),
             sum(len(rollout.pair.student_ids) for rollout in rollouts),
             sum(rollout.completion.finish_reason == "length" for rollout in rollouts),
@@ -174,6 +175,7 @@ def _record(
         step=step,
         loss=update.loss,
         metrics=update.metrics,
+        num_completions=int(completions),
         num_supervised_tokens=update.num_supervised_tokens,
         num_sampled_tokens=int(sampled),
         num_prompt_tokens=int(prompts),

@@ -46,6 +46,8 @@ class Student:
         self.model: nn.Module = loaded.model
         if isinstance(config.adapter, LoraConfig):
             self.model = _add_lora(loaded.model, config.adapter, seed)
+        else:
+            _let_every_embedding_learn(loaded.model)
         if config.gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = StudentBody(self.model)
@@ -108,7 +110,9 @@ class Student:
 
     def save(self, folder: Path) -> None:
         """Adapter or full weights in the layout that peft and transformers load."""
-        self.model.save_pretrained(folder, safe_serialization=True)  # pyright: ignore[reportCallIssue]
+        # peft's default would ask a hub whether the base model's embeddings were resized; they never are here.
+        options = {"save_embedding_layers": False} if self.has_adapter else {}
+        self.model.save_pretrained(folder, **options)  # pyright: ignore[reportCallIssue]
 
 
 def load_student(config: StudentConfig, *, device: torch.device, seed: int) -> Student:
@@ -117,6 +121,13 @@ def load_student(config: StudentConfig, *, device: torch.device, seed: int) -> S
     if not isinstance(config.adapter, LoraConfig):
         fields["dtype"] = "float32"
     return Student(load(ModelConfig(**fields), device=device), config, seed=seed)
+
+
+def _let_every_embedding_learn(model: nn.Module) -> None:
+    """Where padding and EOS share an id, `padding_idx` would keep EOS from learning; no pad is attended to here."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def _add_lora(model: nn.Module, adapter: LoraConfig, seed: int) -> nn.Module:
