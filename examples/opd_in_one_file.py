@@ -1,6 +1,6 @@
 """On-policy self-distillation in one file: the whole method, with torch and transformers alone.
 
-    python examples/opd_in_one_file.py MODEL_FOLDER --steps 12
+    python examples/opd_in_one_file.py MODEL_FOLDER --steps 40
 
 The student answers questions in its own words. A teacher (here the same model with its adapter off, shown three solved
 examples and the solution) then says, at every token the student wrote, which next token it would have liked. The
@@ -32,22 +32,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 Question = tuple[int, int]
 Messages = list[dict[str, str]]
 
-# ---- the task: products, split by unordered pair, so that training on 3 * 8 tells nothing about a held-out 8 * 3 -----
+# ---- the task: 7 + 22. Each pair is asked in one order only, so that no training question gives a held-out one away --
 
 
-def make_split(low: int = 2, high: int = 9, num_heldout_pairs: int = 12) -> tuple[list[Question], list[Question]]:
-    """(training, held-out) questions; both orders of a pair are on the same side."""
-    pairs = [(a, b) for a in range(low, high + 1) for b in range(a, high + 1)]
-    random.Random(0).shuffle(pairs)
-    parts = pairs[num_heldout_pairs:], pairs[:num_heldout_pairs]
-    train, heldout = (sorted({q for a, b in part for q in ((a, b), (b, a))}) for part in parts)
-    return train, heldout
+def make_split(num_heldout: int = 32) -> tuple[list[Question], list[Question]]:
+    """(training, held-out) questions: one digit plus two digits, 640 in all."""
+    questions = [(a, b) for a in range(2, 10) for b in range(11, 91)]
+    random.Random(0).shuffle(questions)
+    return questions[num_heldout:], questions[:num_heldout]
 
 
 def is_right(text: str, a: int, b: int) -> tuple[bool, bool]:
-    """Two metrics, since they mean different things: right in the box (format and product), or anywhere (product)."""
+    """Two metrics, since they mean different things: right in the box (format and sum), or anywhere (the sum)."""
     boxes = re.findall(r"\\boxed\{\s*(\d+)\s*\}", text)
-    return boxes[-1:] == [str(a * b)], str(a * b) in re.findall(r"\d+", text)
+    return boxes[-1:] == [str(a + b)], str(a + b) in re.findall(r"\d+", text)
 
 
 # ---- two prompts for one question: the student sees it alone, the teacher also sees how it is solved -----------------
@@ -55,18 +53,20 @@ def is_right(text: str, a: int, b: int) -> tuple[bool, bool]:
 
 def student_messages(a: int, b: int) -> Messages:
     system = {"role": "system", "content": "You are a helpful assistant."}
-    return [system, {"role": "user", "content": f"What is {a} * {b}? Put the final answer in \\boxed{{}}."}]
+    return [system, {"role": "user", "content": f"What is {a} + {b}? Put the final answer in \\boxed{{}}."}]
 
 
 def teacher_messages(a: int, b: int, examples: Sequence[Question]) -> Messages:
-    # Solved examples show the format, the solution gives the product. Both are needed: a model this small, shown the
-    # bare solution, answers in prose, and a teacher that is poor when *sampled* has nothing worth moving toward.
-    system, question = student_messages(a, b)
-    turns: Messages = []
-    for x, y in examples:
-        turns += [student_messages(x, y)[1], {"role": "assistant", "content": f"{x} * {y} = \\boxed{{{x * y}}}"}]
-    question["content"] += f" The solution is: {a} * {b} = \\boxed{{{a * b}}}"
-    return [system, *turns, question]
+    # Every example carries its own solution in the question and repeats it in the reply: that shows the model what the
+    # solution is for. Shown the bare solution, a model this small answers in prose, and a teacher that is poor when
+    # *sampled* has nothing worth moving toward.
+    messages = student_messages(a, b)[:1]
+    for x, y in (*examples, (a, b)):
+        solution = f"{x} + {y} = {x + y}. The answer is \\boxed{{{x + y}}}."
+        question = student_messages(x, y)[1]["content"]
+        messages.append({"role": "user", "content": f"Solution: {solution}\n{question}"})
+        messages.append({"role": "assistant", "content": solution})
+    return messages[:-1]  # the last reply is what the student's completion takes the place of
 
 
 # ---- LoRA: y = W x + (alpha / rank) B A x, with W frozen. B starts at zero: the student starts as the teacher's model
@@ -162,9 +162,9 @@ def token_kl(student_NV: Tensor, teacher_NV: Tensor, direction: str = "forward")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="On-policy self-distillation on products, in one file.")
+    parser = argparse.ArgumentParser(description="On-policy self-distillation on sums, in one file.")
     parser.add_argument("model", help="folder (or hub id) of a chat model")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--kl", choices=["forward", "reverse"], default="forward")
     args = parser.parse_args(argv)
@@ -184,9 +184,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     def encode(messages: Messages) -> list[int]:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
+    examples, train = train[:3], train[3:]  # solved for the teacher, and used nowhere else
+
     def teacher_prompt(a: int, b: int) -> list[int]:
-        # Examples are training questions, and never one with the question's own product.
-        return encode(teacher_messages(a, b, rng.sample([(x, y) for x, y in train if x * y != a * b], 3)))
+        return encode(teacher_messages(a, b, examples))
 
     def evaluate(who: str, prompts: list[list[int]]) -> None:
         texts = tokenizer.batch_decode(sample(model, prompts, stop_ids, 24))

@@ -159,13 +159,12 @@ def test_held_out_pairs_never_occur_in_training_in_either_order() -> None:
     assert train
     assert heldout
     assert not {frozenset(q) for q in train} & {frozenset(q) for q in heldout}
-    assert all((b, a) in heldout for a, b in heldout)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("8 * 3 = \\boxed{24}", (True, True)),
+        ("20 + 4 = \\boxed{24}", (True, True)),
         ("\\boxed{24} no, \\boxed{ 25 }", (False, True)),
         ("that is 24.", (False, True)),
         ("124 or 240", (False, False)),
@@ -173,7 +172,7 @@ def test_held_out_pairs_never_occur_in_training_in_either_order() -> None:
     ],
 )
 def test_grading(text: str, expected: tuple[bool, bool]) -> None:
-    assert one_file.is_right(text, 8, 3) == expected
+    assert one_file.is_right(text, 20, 4) == expected
 
 
 def test_the_whole_program_runs(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,9 +197,9 @@ def test_it_stays_one_readable_file() -> None:
 
 def test_the_tiny_tokenizer_reaches_every_part(tiny_loaded: LoadedModel) -> None:
     ids = tiny_loaded.tokenizer.apply_chat_template(
-        one_file.teacher_messages(8, 3, [(2, 5), (4, 4)]), add_generation_prompt=True, return_dict=False
+        one_file.teacher_messages(8, 13, [(2, 15), (4, 14)]), add_generation_prompt=True, return_dict=False
     )
     text = tiny_loaded.tokenizer.decode(ids)
     assert text.count("<|im_start|>assistant") == 3
-    assert "The solution is: 8 * 3 = \\boxed{24}" in text
-    assert "4 * 4 = \\boxed{16}" in text
+    assert text.count("8 + 13 = 21. The answer is \\boxed{21}.") == 1
+    assert text.count("4 + 14 = 18. The answer is \\boxed{18}.") == 2
