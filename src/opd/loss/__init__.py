@@ -41,7 +41,7 @@ def build(config: Mapping[str, Any] | LossConfig, *, chunk_bytes: int | None = N
 
     Args:
         config: a loss config, or the mapping that a recipe holds under ``loss``.
-        chunk_bytes: memory of one buffer of logits [rows, V]; about five exist at a time. None chooses by device.
+        chunk_bytes: memory of one buffer of logits [rows, V]; five exist at a time. None chooses by device.
 
     Raises:
         OpdError: an unknown name or key, or a value out of range (NaN included).

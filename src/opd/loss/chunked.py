@@ -21,10 +21,28 @@ from torch.autograd.function import once_differentiable
 from opd.loss.head import Head, statistics_dtype
 from opd.types import TokenLoss
 
-# One buffer of logits; an objective holds about five. On CPU 30 MB stays under the 32 MB above which the C library
-# gives memory back to the system at every free: first touches then cost three times the arithmetic.
-_CHUNK_BYTES = {"cpu": 30 * 2**20}
+# One buffer of logits; an objective holds five. More rows a chunk read the weights fewer times.
+_CHUNK_BYTES = {"cpu": 48 * 2**20}
 _CHUNK_BYTES_DEVICE = 256 * 2**20
+
+
+class Buffers:
+    """[rows, V] buffers by name, made when first asked for and used again by every later chunk.
+
+    Tensors made anew for every chunk would cost as much as the arithmetic on them: memory this large is given back to
+    the system at each free, and taken page by page at each use.
+    """
+
+    def __init__(self, num_rows: int, num_tokens: int, like: Tensor) -> None:
+        self._shape = (num_rows, num_tokens)
+        self._like = like
+        self._made: dict[str, Tensor] = {}
+
+    def take(self, name: str, num_rows: int) -> Tensor:
+        """The first `num_rows` rows of a buffer, uninitialised; the same memory for the same name."""
+        if name not in self._made:
+            self._made[name] = torch.empty(self._shape, dtype=statistics_dtype(self._like), device=self._like.device)
+        return self._made[name][:num_rows]
 
 
 @dataclass(frozen=True)
@@ -42,9 +60,9 @@ class RowTerms:
     metrics: Mapping[str, Tensor]
 
 
-# (logits_NV, rows) -> RowTerms. The objective owns the logits and may overwrite them; `rows` are the chunk's places in
-# the batch, with which it finds the teacher's rows.
-RowObjective = Callable[[Tensor, slice], RowTerms]
+# (logits_NV, rows, buffers) -> RowTerms. The objective owns the logits and may overwrite them; `rows` are the chunk's
+# places in the batch, with which it finds the teacher's rows; what it returns is used up before the next chunk.
+RowObjective = Callable[[Tensor, slice, Buffers], RowTerms]
 
 
 def rowwise(
@@ -64,7 +82,7 @@ def rowwise(
     num_tokens = hidden_ND.shape[-1] if head is None else head.num_tokens
     itemsize = statistics_dtype(hidden_ND if head is None else head.weight).itemsize
     budget = chunk_bytes or _CHUNK_BYTES.get(hidden_ND.device.type, _CHUNK_BYTES_DEVICE)
-    num_rows = max(1, budget // (num_tokens * itemsize))
+    num_rows = max(1, min(budget // (num_tokens * itemsize), hidden_ND.shape[0]))
     metrics: dict[str, Tensor] = {}
     # The weight is an input only so that autograd asks for its gradient; the head computes with the same tensor.
     weight, bias = (None, None) if head is None else (head.weight_VD, head.bias_V)
@@ -81,21 +99,24 @@ class _Rows:
     num_rows: int
 
     def chunks(self, hidden_ND: Tensor) -> Iterator[tuple[slice, RowTerms]]:
+        num_rows = hidden_ND.shape[0]
+        if self.head is None:
+            buffers = Buffers(self.num_rows, hidden_ND.shape[1], hidden_ND)
+        else:
+            buffers = Buffers(self.num_rows, self.head.num_tokens, self.head.weight)
         # At least one chunk, so that an empty batch has its (empty) metrics too.
-        for start in range(0, max(1, hidden_ND.shape[0]), self.num_rows):
-            rows = slice(start, start + self.num_rows)
+        for start in range(0, max(1, num_rows), self.num_rows):
+            rows = slice(start, min(start + self.num_rows, num_rows))
+            logits_NV = buffers.take("student", rows.stop - rows.start)
             if self.head is None:
-                hidden = hidden_ND[rows]
-                yield rows, self.objective(hidden.to(statistics_dtype(hidden), copy=True), rows)
+                yield rows, self.objective(logits_NV.copy_(hidden_ND[rows]), rows, buffers)
                 continue
-            logits_NV = self.head.logits(hidden_ND[rows])
+            self.head.logits(hidden_ND[rows], out=logits_NV)
             slope = self.head.slope(logits_NV)  # before the objective overwrites the logits
-            terms = self.objective(logits_NV, rows)
-            del logits_NV
+            terms = self.objective(logits_NV, rows, buffers)
             if isinstance(slope, Tensor) or slope != 1.0:
                 terms.grad_NV.mul_(slope)
             yield rows, terms
-            del terms, slope  # or the last chunk's buffers would live while the next chunk's are made
 
 
 class _Rowwise(torch.autograd.Function):
@@ -121,8 +142,6 @@ class _Rowwise(torch.autograd.Function):
                 if slope_ND is not None:
                     grad = terms.grad_NV
                     slope_ND[chunk] = grad if weight_VD is None else grad.to(weight_VD.dtype) @ weight_VD
-                    del grad
-                del terms
         metrics.update({name: torch.cat(part) for name, part in parts.items()})
         ctx.rows = rows
         ctx.save_for_backward(slope_ND, hidden_ND, weight_VD, bias_V)
@@ -168,5 +187,4 @@ def _head_gradient(
             else:
                 d_weight_VD.add_(grad_NV.T.to(weight_VD.dtype) @ chunk_ND)
             d_bias_V.add_(grad_NV.sum(0))
-            del grad_NV, terms
     return d_weight_VD.to(weight_VD.dtype), d_bias_V

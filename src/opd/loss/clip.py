@@ -18,10 +18,11 @@ from opd.config.loss import NoClip, PerEntryClip, PerTokenClip, WeightClip
 
 @dataclass(frozen=True)
 class Entries:
-    """A divergence entry by entry: d_v and ∂d_v/∂log q_v, both [N, V], in two buffers that may be overwritten."""
+    """A divergence entry by entry, d_v and ∂d_v/∂log q_v, and a third buffer; all [N, V], all may be overwritten."""
 
     values_NV: Tensor
     slope_NV: Tensor
+    scratch_NV: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def per_entry(entries: Entries, gradient: Gradient, clip: PerEntryClip) -> Clipp
     left of the slope no longer favours it, and the softmax takes mass from it for the others.
     """
     unclipped_N = entries.values_NV.sum(-1)
-    norm_N = torch.linalg.vector_norm(gradient(entries.slope_NV.clone()), dim=-1)
+    norm_N = torch.linalg.vector_norm(gradient(entries.scratch_NV.copy_(entries.slope_NV)), dim=-1)
     over_NV = entries.values_NV > clip.max
     values_N = entries.values_NV.clamp_(max=clip.max).sum(-1)
     grad_NV = gradient(entries.slope_NV.masked_fill_(over_NV, 0))

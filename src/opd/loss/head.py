@@ -74,13 +74,27 @@ class Head:
         """The entries of the bias that count, [V], or None."""
         return None if self.bias is None else self.bias[: self.num_tokens]
 
-    def logits(self, hidden_ND: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
-        """[N, V] logits in float32 (float64 for a float64 weight); the product itself runs in the weight's dtype."""
+    def logits(self, hidden_ND: Float[Tensor, "*N D"], out: Tensor | None = None) -> Float[Tensor, "*N V"]:
+        """Logits in float32 (float64 for a float64 weight); the product itself runs in the weight's dtype.
+
+        Args:
+            hidden_ND: [N, D] last hidden states, any number of leading dimensions.
+            out: [N, V] float32 to write into, then without a gradient and for [N, D] only; None makes a new tensor.
+        """
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            logits = nn.functional.linear(hidden_ND.to(self.weight.dtype), self.weight_VD, self.bias_V)
-            logits = logits.to(statistics_dtype(logits))
+            hidden_ND = hidden_ND.to(self.weight.dtype)
+            if out is None:
+                logits = nn.functional.linear(hidden_ND, self.weight_VD, self.bias_V)
+                logits = logits.to(statistics_dtype(logits))
+            elif out.dtype != self.weight.dtype:
+                logits = out.copy_(nn.functional.linear(hidden_ND, self.weight_VD, self.bias_V))
+            else:
+                logits = torch.mm(hidden_ND, self.weight_VD.T, out=out)
+                logits = logits if self.bias_V is None else logits.add_(self.bias_V)
             if self.softcap is not None:
-                return torch.tanh(logits.mul_(self.scale / self.softcap)) * self.softcap
+                logits = logits.mul_(self.scale / self.softcap)
+                # tanh's gradient needs its own result, which a product in place would overwrite.
+                return logits.tanh() * self.softcap if out is None else logits.tanh_().mul_(self.softcap)
             return logits if self.scale == 1.0 else logits.mul_(self.scale)
 
     def slope(self, logits_NV: Float[Tensor, "N V"]) -> Tensor | float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from opd.config.loss import SampledReverseKLConfig
 from opd.errors import OpdError
 from opd.loss.base import Loss, Needs, RolloutTokens, check_full, check_ids, check_rows, vocabulary
-from opd.loss.chunked import RowTerms, rowwise
+from opd.loss.chunked import Buffers, RowTerms, rowwise
 from opd.loss.divergence import log_softmax
 from opd.loss.head import Head
 from opd.types import Sampled, TeacherScores, TokenLoss
@@ -49,9 +49,9 @@ def _token_terms(
     check_rows("The log-probability of sampled tokens", hidden_ND.shape[0], ids_N.shape[0])
     check_ids("The log-probability of sampled tokens", ids_N, vocabulary(hidden_ND, head))
 
-    def objective(logits_NV: Tensor, rows: slice) -> RowTerms:
+    def objective(logits_NV: Tensor, rows: slice, buffers: Buffers) -> RowTerms:
         ids_N1 = ids_N[rows, None]
-        log_q_NV, q_NV, entropy_N = log_softmax(logits_NV, temperature)
+        log_q_NV, q_NV, entropy_N = log_softmax(logits_NV, temperature, buffers, "q")
         values_N = log_q_NV.gather(-1, ids_N1)[:, 0]
         grad_NV = q_NV.neg_()  # d log q_y / dz_j = (1[j = y] − q_j) / τ
         grad_NV.scatter_add_(-1, ids_N1, torch.ones_like(ids_N1, dtype=grad_NV.dtype))
