@@ -27,9 +27,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+demo-seeds: setup
+	for seed in 0 1 2; do TOKENIZERS_PARALLELISM=false $(BIN)/opd demo --seed $$seed || exit 1; done
+	$(BIN)/opd verdicts runs/demo runs/demo-seed-1 runs/demo-seed-2
+
 bench: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
 docs: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

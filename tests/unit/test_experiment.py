@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from opd.bench.experiment import CONTROLS, Change, Verdict, experiment
+from opd.cli import app
 from opd.errors import OpdError
 
 ASK = {"role": "user", "content": "{{ problem }}"}
@@ -67,6 +69,17 @@ def test_every_arm_is_evaluated_on_the_same_problems_under_the_same_settings(fin
     assert results["before"]["checkpoint_kind"] == "base"
     assert results["after"]["checkpoint_kind"] == "adapter"
     assert results["teacher"]["prompt_hash"] != results["before"]["prompt_hash"]
+
+
+def test_verdicts_stand_side_by_side(finished: tuple[Verdict, Path]):
+    verdict, folder = finished
+    result = CliRunner().invoke(app, ["verdicts", str(folder)])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert f"{verdict.correct.before:.1f}% → {verdict.correct.after:.1f}%" in lines[2]
+    assert [line.split(" |")[0] for line in lines[3:6]] == [f"| control: {name}" for name in CONTROLS]
+    with pytest.raises(OpdError, match="no verdict"):
+        CliRunner().invoke(app, ["verdicts", str(folder / "eval")], catch_exceptions=False)
 
 
 def test_the_page_is_written(finished: tuple[Verdict, Path]):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from opd.cli import compare, config, demo, doctor, eval_, models, report, train
+from opd.cli import compare, config, demo, doctor, eval_, models, report, train, verdicts
 from opd.errors import OpdError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("eval")(eval_.evaluate)
 app.command("compare")(compare.compare)
 app.command("report")(report.report)
 app.command("demo")(demo.demo)
+app.command("verdicts")(verdicts.verdicts)
 app.add_typer(config.app, name="config")
 app.add_typer(models.app, name="models")
 
