@@ -72,17 +72,26 @@ def test_a_nan_in_the_model_is_refused() -> None:
 
 
 def test_the_probe_changes_neither_mode_nor_random_state() -> None:
-    model = tiny.build_llama(NUM_ROWS)
+    base = tiny.build_llama(NUM_ROWS)
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False))
     model.train()
-    model.model.layers[0].eval()
+    base.model.layers[0].eval()
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
     Head.from_model(model)
     assert torch.equal(torch.rand(1), expected)
     assert model.training
-    assert not model.model.layers[0].training
-    assert not model.model._forward_hooks
+    assert base.model.layers[1].training
+    assert not base.model.layers[0].training
+    assert not base.model._forward_hooks
+
+
+def test_autocast_does_not_round_a_float32_head() -> None:
+    head, hidden = Head(torch.randn(9, 4)), torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = head.logits(hidden)
+    assert torch.equal(under, hidden @ head.weight.T)
 
 
 def test_lora_in_the_body_is_part_of_the_hidden_states() -> None:
