@@ -4,7 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 TEST_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: setup demo demo-seeds test test-slow check bench docs clean
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-seeds test test-slow check bench docs clean
+
+help:
+	@echo "setup       .venv with the tested versions"
+	@echo "demo        train a real 135M model on this CPU and print the verdict (ARGS=--full: with the controls)"
+	@echo "demo-seeds  the demo with seeds 0, 1, 2, side by side"
+	@echo "test        unit tests, quick ones (CI also runs test-slow)"
+	@echo "check       ruff, ruff format, pyright strict on src"
+	@echo "bench       tokens/s of the sampler against model.generate"
+	@echo "docs        build the documentation"
+	@echo "clean       remove .venv and what was built"
 
 setup: $(BIN)/.ready
 

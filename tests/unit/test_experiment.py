@@ -42,7 +42,9 @@ def recipe(model: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def finished(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Verdict, Path]:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    return experiment(recipe(tiny_model_folder, folder), full=True, device="cpu", command="opd demo"), folder
+    fields = recipe(tiny_model_folder, folder.with_name("never-made"))
+    overrides = (f"folder={folder}", "seed=1")  # as the demo gives them: the controls must not set the folder twice
+    return experiment(fields, overrides, full=True, device="cpu", command="opd demo"), folder
 
 
 def test_the_verdict_file_holds_what_the_line_says(finished: tuple[Verdict, Path]):

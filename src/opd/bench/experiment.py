@@ -159,7 +159,9 @@ def _control(
 ) -> tuple[Parts, dict[str, Change]]:
     print(f"\ncontrol: {name}")
     arm = folder / "controls" / name
-    loaded = load_recipe(recipe, (*overrides, *CONTROLS[name], f"folder={arm}"))
+    own = (*CONTROLS[name], f"folder={arm}")
+    keys = {override.split("=")[0] for override in own}
+    loaded = load_recipe(recipe, [*(other for other in overrides if other.split("=")[0] not in keys), *own])
     _, ranks = begin(loaded, resume=False, device=device)
     parts = assemble(loaded.recipe, ranks.device)
     run = fit(parts, loaded, arm, ranks, resume=False)

@@ -59,6 +59,13 @@ def begin(loaded: LoadedRecipe, *, resume: bool, device: str | None) -> tuple[Pa
     if loaded.recipe.train.num_threads is not None:
         torch.set_num_threads(loaded.recipe.train.num_threads)
     ranks = Ranks(loaded.recipe.log, folder, device=device)
+    num_completions = loaded.recipe.train.num_problems_per_step * loaded.recipe.rollout.num_samples
+    if num_completions < ranks.num_ranks:
+        raise OpdError(
+            f"{ranks.num_ranks} processes share {num_completions} completions a step.",
+            why="A process without a completion has no gradient to exchange, and the others would wait for it.",
+            fix=f"Raise train.num_problems_per_step to {ranks.num_ranks} or more, or start fewer processes.",
+        )
     if ranks.is_main:
         Console().print(summary, soft_wrap=True)
     return folder, ranks
