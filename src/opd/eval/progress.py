@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from opd.progress import Bar
 
 NUM_PLAIN_LINES = 10
 
 
-class SampleProgress:
-    """A live bar on a terminal; elsewhere (a file, a batch job) a plain line at every tenth of the way.
+class SampleProgress(Bar):
+    """A live bar on a terminal; elsewhere a plain line at every tenth of the way.
 
     Args:
         total: samples of the whole evaluation.
@@ -24,35 +23,16 @@ class SampleProgress:
         self._shown = shown
         self._total = total
         self._done = done
-        self._bar = Progress(
-            TextColumn("samples"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not (shown and self._console.is_terminal),
-        )
-        self._task = self._bar.add_task("eval", total=total, completed=done)
-
-    def __enter__(self) -> SampleProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        super().__init__("samples", total, done, self._console, shown=shown)
 
     def say(self, note: str) -> None:
         """A line that stays, shown or not: it tells what the user must know about the samples."""
         self._console.print(f"eval: {note}", markup=False, highlight=False)
 
-    def advance(self, num_samples: int) -> None:
+    def sampled(self, num_samples: int) -> None:
         """So many more samples are on disk."""
         before, self._done = self._done, self._done + num_samples
-        self._bar.update(self._task, advance=num_samples)
-        steps = (done * NUM_PLAIN_LINES // self._total for done in (before, self._done))
-        if self._shown and not self._console.is_terminal and len(set(steps)) > 1:
+        self.advance(num_samples)
+        tenths = {done * NUM_PLAIN_LINES // self._total for done in (before, self._done)}
+        if self._shown and not self.live and len(tenths) > 1:
             self.say(f"{self._done} of {self._total} samples")

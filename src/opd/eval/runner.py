@@ -254,7 +254,7 @@ def _fill(
                 )
                 for index, completion in zip(indices, completions, strict=True)
             )
-            progress.advance(len(indices))
+            progress.sampled(len(indices))
 
         if wanted:
             prompts = [one.ids for one, _ in wanted]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,10 @@ def load(config: ModelConfig, *, device: str | torch.device) -> LoadedModel:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():  # in a log file a bar is noise
+        transformers_logging.disable_progress_bar()
     _check_attention(config)
     tokenizer = load_tokenizer(config)
     folder = resolve(config)

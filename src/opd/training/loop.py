@@ -73,7 +73,8 @@ def fit(
     metrics: dict[str, float] = {}
     step = start
     parts.sampler.policy_version = start
-    with Interruption() as interruption, StepProgress(recipe.train.num_steps, start, shown=ranks.is_main) as progress:
+    shown = StepProgress(recipe.train.num_steps, start, parts.loss.name, shown=ranks.is_main)
+    with Interruption() as interruption, shown as progress:
         for step in range(start + 1, recipe.train.num_steps + 1):
             began = time.perf_counter()
             record = train_step(parts, learner, ranks, step)
