@@ -28,7 +28,7 @@ demo: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/opd demo $(ARGS)
 
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu' $(ARGS)
 
 test-slow: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)

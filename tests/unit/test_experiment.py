@@ -70,7 +70,25 @@ def test_every_arm_is_evaluated_on_the_same_problems_under_the_same_settings(fin
     assert len({result["dataset_hash"] for result in results.values()}) == 1
     assert results["before"]["checkpoint_kind"] == "base"
     assert results["after"]["checkpoint_kind"] == "adapter"
+    assert {results[name]["checkpoint_kind"] for name in ("teacher", "few-shot")} == {"base"}
     assert results["teacher"]["prompt_hash"] != results["before"]["prompt_hash"]
+
+
+def test_untrained_scores_are_those_of_the_untrained_student_where_every_weight_trains(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from opd.bench import experiment as module
+
+    order: list[str] = []
+    real_evaluate, real_fit = module._evaluate, module.fit
+    monkeypatch.setattr(module, "_evaluate", lambda *a, **k: order.append(a[2].name) or real_evaluate(*a, **k))
+    monkeypatch.setattr(module, "fit", lambda *a, **k: order.append("fit") or real_fit(*a, **k))
+    fields = recipe(tiny_model_folder, tmp_path / "run")
+    fields["student"]["adapter"] = {"name": "full"}
+    experiment(fields, full=True, device="cpu", command="opd demo")
+    assert order[:4] == ["before", "teacher", "fit", "after"]
+    assert order.index("few-shot") < order.index("demonstrations")
+    assert order[order.index("few-shot") + 1] == "fit"
 
 
 def test_verdicts_stand_side_by_side(finished: tuple[Verdict, Path]):

@@ -44,6 +44,16 @@ def test_resuming_cuts_the_steps_that_run_again_and_a_torn_line(tmp_path: Path):
     assert [sample["step"] for sample in samples] == [1, 2]
 
 
+def test_a_line_torn_within_a_character_is_cut(tmp_path: Path):
+    log = RunLog(tmp_path, from_step=0)
+    log.write(record(1, samples=[{"completion": "é"}]))
+    with log.samples_path.open("ab") as file:
+        file.write('{"step": 2, "completion": "é'.encode()[:-1])
+    RunLog(tmp_path, from_step=2)
+    (line,) = (tmp_path / "samples.jsonl").read_bytes().decode("utf-8").splitlines()
+    assert json.loads(line)["completion"] == "é"
+
+
 def test_characters_that_look_like_line_ends_lose_nothing(tmp_path: Path):
     log = RunLog(tmp_path, from_step=0)
     log.write(record(1, samples=[{"completion": "a\u2028b\u2029c\u0085d\ne\x0cf"}]))

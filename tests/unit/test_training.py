@@ -178,6 +178,102 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert losses(tmp_path / "run") == whole
 
 
+def test_damaged_checkpoints_do_not_push_out_whole_ones(tiny_model_folder: Path, tmp_path: Path):
+    changes = {"num_checkpoints_kept": 1, "checkpoint_every_num_steps": 1}
+    run(recipe(tiny_model_folder, tmp_path / "run", train=changes))
+    (tmp_path / "run" / "checkpoints" / "step-000004" / "state.json").write_text("[]")
+    run(recipe(tiny_model_folder, tmp_path / "run", train={**changes, "num_steps": 2}), resume=True)
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("train.learning_rate", {"train": {"learning_rate": 0.02}}),
+        ("loss.name", {"loss": {"name": "reverse_kl"}}),
+        ("student.adapter.r", {"student": {"adapter": {"name": "lora", "r": 8}}}),
+        ("training prompts", {"data": {"train": {"name": "task", "task": "sums"}}}),
+        ("seed", {"seed": 4}),
+    ],
+)
+def test_going_on_with_another_recipe_is_refused(
+    key: str, changes: dict[str, Any], tiny_model_folder: Path, tmp_path: Path
+):
+    run(recipe(tiny_model_folder, tmp_path / "run", train={"num_steps": 1}))
+    before = (tmp_path / "run" / "resolved.yaml").read_text()
+    with pytest.raises(OpdError, match="another run") as caught:
+        run(recipe(tiny_model_folder, tmp_path / "run", **changes), resume=True)
+    assert f"{key}: " in caught.value.why
+    assert (tmp_path / "run" / "resolved.yaml").read_text() == before
+    assert len(losses(tmp_path / "run")) == 1
+
+
+def test_going_on_with_other_weights_is_refused(tiny_model_folder: Path, tmp_path: Path):
+    import shutil
+
+    import tiny
+    from opd.models import load_tokenizer
+
+    run(recipe(tiny_model_folder, tmp_path / "run", train={"num_steps": 1}))
+    moved = shutil.copytree(tiny_model_folder, tmp_path / "moved")
+    run(recipe(moved, tmp_path / "run", train={"num_steps": 2}), resume=True)  # the same weights in another place
+    tokenizer = load_tokenizer(load_recipe(recipe(moved, tmp_path)).recipe.student)
+    tiny.build_llama(tiny.padded_rows(tokenizer), seed=1).save_pretrained(moved)
+    with pytest.raises(OpdError, match="another run") as caught:
+        run(recipe(moved, tmp_path / "run"), resume=True)
+    assert "student's weights" in caught.value.why
+
+
+def test_a_run_killed_before_its_last_files_is_finished_by_resuming(tiny_model_folder: Path, tmp_path: Path):
+    import shutil
+
+    fields = recipe(tiny_model_folder, tmp_path / "run")
+    whole = run(fields)
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    shutil.rmtree(tmp_path / "run" / "final")
+    resumed = run(fields, resume=True)
+    assert resumed.metrics == whole.metrics
+    assert (tmp_path / "run" / "final" / "README.md").read_text() == card
+
+
+def test_a_folder_that_cannot_be_used_is_named(tiny_model_folder: Path, tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "run"):
+        with pytest.raises(OpdError, match="cannot be used"):
+            run(recipe(tiny_model_folder, folder))
+
+
+def test_a_tracker_that_is_not_installed_is_refused(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from opd.training import distributed
+
+    monkeypatch.setattr(distributed, "get_available_trackers", list)
+    with pytest.raises(OpdError, match="not installed: tensorboard"):
+        run(recipe(tiny_model_folder, tmp_path / "run", log={"trackers": ["tensorboard"]}))
+
+
+def test_a_device_that_is_not_there_is_refused(tiny_model_folder: Path, tmp_path: Path):
+    for device in ("tpu", "cuda:9"):
+        with pytest.raises(OpdError, match="cannot run on"):
+            opd.train(recipe(tiny_model_folder, tmp_path / "run"), device=device)
+
+
+def test_weights_that_overflow_end_with_an_error_that_says_so(tiny_model_folder: Path, tmp_path: Path):
+    with pytest.raises(OpdError, match="not finite"):
+        run(recipe(tiny_model_folder, tmp_path / "run", train={"learning_rate": 1e30, "max_grad_norm": None}))
+
+
+def test_held_out_questions_among_the_training_ones_are_refused(tiny_model_folder: Path, tmp_path: Path):
+    for name, rows in {"train": ("1+1", "1+2"), "heldout": ("1+3", "1+2")}.items():
+        lines = [json.dumps({"problem": row, "solution": "s", "answer": "a"}) + "\n" for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    data = {name: {"name": "file", "path": str(tmp_path / f"{name}.jsonl")} for name in ("train", "heldout")}
+    with pytest.raises(OpdError, match="not held out"):
+        run(recipe(tiny_model_folder, tmp_path / "run", data={"train": data["train"]}, eval={"data": data["heldout"]}))
+
+
 def test_a_finished_folder_is_not_trained_into_again(tiny_model_folder: Path, tmp_path: Path):
     fields = recipe(tiny_model_folder, tmp_path / "run", train={"num_steps": 1})
     run(fields)
@@ -254,3 +350,10 @@ def test_merged_sampling_leaves_the_base_weights_alone(tiny_model_folder: Path, 
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)
     assert (off - expected).abs().max() > 1e-2
     assert all(torch.equal(before[name], tensor) for name, tensor in student.model.state_dict().items())
+
+
+def test_an_adapter_beyond_linear_layers_is_not_merged_in_part(tiny_model_folder: Path, tmp_path: Path):
+    adapter = {"name": "lora", "r": 4, "target_modules": ["embed_tokens", "q_proj"]}
+    fields = recipe(tiny_model_folder, tmp_path / "run", student={"adapter": adapter}, rollout={"merge_adapter": True})
+    with pytest.raises(OpdError, match="cannot be merged"):
+        run(fields)
