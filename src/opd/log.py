@@ -73,12 +73,12 @@ def environment(command: str) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write aside, then rename: a reader sees the old file or the new one."""
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
 def _append(path: Path, fields: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(_without_nan(fields), ensure_ascii=False) + "\n")
 
 
@@ -104,13 +104,16 @@ def _cut_after(path: Path, step: int) -> None:
             break
         kept.append(line)
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_text("".join(f"{line}\n" for line in kept))
+    aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     aside.replace(path)
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines end at a newline and nowhere else; `splitlines` would also split at the U+2028 of a completion."""
-    return [line for line in path.read_text().split("\n") if line]
+    """Lines end at a newline and nowhere else; `splitlines` would also split at the U+2028 of a completion.
+
+    A kill can tear the last line within a character: it is then cut like any other line that is no JSON.
+    """
+    return [line for line in path.read_bytes().decode("utf-8", errors="replace").split("\n") if line]
 
 
 def _processor() -> str:

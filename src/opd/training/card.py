@@ -66,8 +66,9 @@ def save_final(parts: Parts, folder: Path, command: str, metrics: Mapping[str, f
     final = folder / "final"
     parts.student.save(final)
     parts.student.loaded.tokenizer.save_pretrained(final)
-    environment = json.loads((folder / "environment.json").read_text())
-    (final / "README.md").write_text(card(parts.recipe, parts, final, command, metrics, environment["versions"]))
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    text = card(parts.recipe, parts, final, command, metrics, environment["versions"])
+    (final / "README.md").write_text(text, encoding="utf-8")
     return final
 
 

@@ -80,7 +80,8 @@ def write(root: Path, checkpoint: Checkpoint, *, num_kept: int) -> Path:
             why=str(error),
             fix="Free disk space, then go on with --resume: earlier checkpoints are untouched.",
         ) from error
-    for old in _folders(root)[num_kept:]:
+    # Later steps than this one are damaged leftovers that were passed over: they must not push out whole checkpoints.
+    for old in [folder for folder in _folders(root) if folder.name <= final.name][num_kept:]:
         shutil.rmtree(old)
     return final
 
@@ -91,7 +92,7 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     for folder in _folders(root):
         try:
             return _read(folder), passed_over
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             passed_over.append(f"{folder.name}: {error}")
     return None, passed_over
 

@@ -24,6 +24,7 @@ from opd.training.distributed import Ranks
 from opd.training.interrupt import Interruption
 from opd.training.learner import Learner, Update
 from opd.training.progress import StepProgress
+from opd.training.same_run import identity_of, refuse_another
 from opd.types import PromptPair, Rollout, StepRecord
 
 
@@ -62,7 +63,7 @@ def fit(
     recipe = parts.recipe
     command = command if command is not None else shlex.join(["opd", *sys.argv[1:]])
     learner = Learner(parts.student, parts.loss, recipe.train, ranks)
-    start, train_s = _restore(parts, learner, folder) if resume else (0, 0.0)
+    start, train_s, metrics = _restore(parts, learner, folder) if resume else (0, 0.0, {})
     log = RunLog(folder, from_step=start) if ranks.is_main else None
     if ranks.is_main:
         loaded.write(folder / "resolved.yaml")
@@ -70,7 +71,6 @@ def fit(
     ranks.start_trackers(recipe.log.project, recipe.model_dump(mode="json"))
 
     every = recipe.train.checkpoint_every_num_steps
-    metrics: dict[str, float] = {}
     step = start
     parts.sampler.policy_version = start
     shown = StepProgress(recipe.train.num_steps, start, parts.loss.name, shown=ranks.is_main)
@@ -87,7 +87,7 @@ def fit(
             last = step == recipe.train.num_steps
             stopping = ranks.sum([float(interruption.asked)])[0] > 0
             if stopping or last or (every is not None and step % every == 0):
-                _save(parts, learner, ranks, folder, step, train_s)
+                _save(parts, learner, ranks, folder, step, train_s, metrics)
             if stopping and not last:
                 break
     ranks.end()
@@ -191,7 +191,15 @@ def _record(
     )
 
 
-def _save(parts: Parts, learner: Learner, ranks: Ranks, folder: Path, step: int, train_s: float) -> None:
+def _save(
+    parts: Parts,
+    learner: Learner,
+    ranks: Ranks,
+    folder: Path,
+    step: int,
+    train_s: float,
+    metrics: Mapping[str, float],
+) -> None:
     if ranks.is_main:
         checkpoints.write(
             folder / "checkpoints",
@@ -200,21 +208,22 @@ def _save(parts: Parts, learner: Learner, ranks: Ranks, folder: Path, step: int,
                 trained=parts.student.trained(),
                 optimizer=checkpoints.optimizer_tensors(learner.optimizer, learner.parameters),
                 teacher=parts.teacher.state(),
-                facts={"train_s": train_s, "seed": parts.recipe.seed, "student": parts.recipe.student.model},
+                facts={"train_s": train_s, "metrics": dict(metrics), "run": identity_of(parts)},
             ),
             num_kept=parts.recipe.train.num_checkpoints_kept,
         )
     ranks.wait()
 
 
-def _restore(parts: Parts, learner: Learner, folder: Path) -> tuple[int, float]:
-    """Load the newest whole checkpoint; returns the step it was written after and the seconds trained so far."""
+def _restore(parts: Parts, learner: Learner, folder: Path) -> tuple[int, float, dict[str, float]]:
+    """Load the newest whole checkpoint; returns its step, the seconds trained so far and the step's metrics."""
     found, passed_over = checkpoints.newest(folder / "checkpoints")
     for line in passed_over:
         print(f"Passed over a damaged checkpoint: {line}", file=sys.stderr)
     if found is None:
         print(f"No checkpoint in {folder / 'checkpoints'}: starting from step 1.", file=sys.stderr)
-        return 0, 0.0
+        return 0, 0.0, {}
+    refuse_another(found.facts["run"], parts, where=f"The checkpoint of step {found.step} in {folder}")
     if found.trained.keys() != learner.parameters.keys() or found.step > parts.recipe.train.num_steps:
         raise OpdError(
             f"The checkpoint of step {found.step} in {folder} does not fit this recipe.",
@@ -227,7 +236,7 @@ def _restore(parts: Parts, learner: Learner, folder: Path) -> tuple[int, float]:
             parameter.copy_(found.trained[name])
     checkpoints.restore_optimizer(learner.optimizer, learner.parameters, found.optimizer)
     parts.teacher.load_state(found.teacher)
-    return found.step, float(found.facts["train_s"])
+    return found.step, float(found.facts["train_s"]), dict(found.facts["metrics"])
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
