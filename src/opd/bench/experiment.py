@@ -117,6 +117,10 @@ def experiment(
     refuse_if_failed(examine(parts, folder=folder))
 
     before = _evaluate(parts, config, folder / "eval" / "before")
+    untrained: dict[str, dict[str, float]] = {}
+    if full:
+        # Before training: where every weight trains, there is no untrained student afterwards.
+        untrained["teacher"] = _scores(_evaluate(parts, config, folder / "eval" / "teacher", view="teacher"))
     run = fit(parts, loaded, folder, ranks, resume=False, command=command)
     if run.final is None:
         raise OpdError(
@@ -125,14 +129,12 @@ def experiment(
             fix="Run it again; evaluation before training is quick to repeat.",
         )
     after = _evaluate(parts, config, folder / "eval" / "after", trained=run.final)
-    untrained: dict[str, dict[str, float]] = {}
     controls: dict[str, dict[str, Change]] = {}
     if full:
-        untrained["teacher"] = _scores(_evaluate(parts, config, folder / "eval" / "teacher", view="teacher"))
         for name in CONTROLS:
-            arm, controls[name] = _control(name, recipe, overrides, folder, before, device)
-            if name == "demonstrations":
-                untrained["few-shot"] = _scores(_evaluate(arm, config, folder / "eval" / "few-shot", view="teacher"))
+            few_shot, controls[name] = _control(name, recipe, overrides, folder, before, device)
+            if few_shot is not None:
+                untrained["few-shot"] = _scores(few_shot)
     verdict = Verdict(
         correct=_change(before, after, "correct"),
         contains=_change(before, after, "contains"),
@@ -156,7 +158,8 @@ def _control(
     folder: Path,
     before: EvalResult,
     device: str | None,
-) -> tuple[Parts, dict[str, Change]]:
+) -> tuple[EvalResult | None, dict[str, Change]]:
+    """How the student changes under a control; with examples alone, also the untrained student shown them."""
     print(f"\ncontrol: {name}")
     arm = folder / "controls" / name
     own = (*CONTROLS[name], f"folder={arm}")
@@ -164,15 +167,19 @@ def _control(
     loaded = load_recipe(recipe, [*(other for other in overrides if other.split("=")[0] not in keys), *own])
     _, ranks = begin(loaded, resume=False, device=device)
     parts = assemble(loaded.recipe, ranks.device)
+    config = _eval_config(loaded.recipe)
+    few_shot = None
+    if name == "demonstrations":
+        few_shot = _evaluate(parts, config, folder / "eval" / "few-shot", view="teacher")
     run = fit(parts, loaded, arm, ranks, resume=False)
-    after = _evaluate(parts, _eval_config(loaded.recipe), folder / "eval" / name, trained=run.final)
-    return parts, {metric: _change(before, after, metric) for metric in ("correct", "contains")}
+    after = _evaluate(parts, config, folder / "eval" / name, trained=run.final)
+    return few_shot, {metric: _change(before, after, metric) for metric in ("correct", "contains")}
 
 
 def _evaluate(
     parts: Parts, config: EvalConfig, folder: Path, *, trained: Path | None = None, view: View = "student"
 ) -> EvalResult:
-    """The student as it is, or (before training, and as its own teacher) with its initial weights."""
+    """The student with its trained weights, or, when none are given, before training or with its adapter off."""
     student = parts.student
     print(f"\nevaluating: {folder.name}")
     initial = trained is None and student.has_adapter
