@@ -123,8 +123,13 @@ def test_a_second_ctrl_c_stops_at_once(tiny_model_folder: Path, tmp_path: Path, 
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(loop, "train_step", interrupted_twice)
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe(tiny_model_folder, tmp_path / "run"))
+    # A shell starts background jobs, and so perhaps these tests, with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe(tiny_model_folder, tmp_path / "run"))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_trackers_get_every_step(tiny_model_folder: Path, tmp_path: Path):

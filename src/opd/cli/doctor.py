@@ -22,14 +22,14 @@ def doctor(
     from opd.config.check import check
     from opd.config.load import load_recipe
     from opd.diagnose.doctor import examine
-    from opd.models import pick_device
+    from opd.models import known_device, pick_device
     from opd.training.assemble import assemble
 
     settings = load_recipe(recipe, overrides or ()).recipe
     check(settings)
     if settings.train.num_threads is not None:
         torch.set_num_threads(settings.train.num_threads)
-    parts = assemble(settings, pick_device() if device is None else torch.device(device))
+    parts = assemble(settings, pick_device() if device is None else known_device(device))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     diagnosis = examine(parts, folder=out, num_samples=num_samples)

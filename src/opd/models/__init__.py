@@ -4,7 +4,7 @@ Importing this package imports neither torch nor transformers; its functions do.
 """
 
 from opd.models.facts import ModelFacts, describe, load_tokenizer, same_vocabulary
-from opd.models.loading import LoadedModel, load, load_adapter, pick_device, wrap
+from opd.models.loading import LoadedModel, known_device, load, load_adapter, pick_device, wrap
 from opd.models.package import PACKAGES, Package, fetch
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Package",
     "describe",
     "fetch",
+    "known_device",
     "load",
     "load_adapter",
     "load_tokenizer",

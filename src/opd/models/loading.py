@@ -61,6 +61,24 @@ def pick_device() -> torch.device:
     return torch.device("cpu")
 
 
+def known_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        OpdError: there is no such device on this machine.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OpdError(
+            f"there is no device {name!r}", why=str(error).splitlines()[0], fix="give cpu or cuda"
+        ) from error
+    return device
+
+
 def load(config: ModelConfig, *, device: str | torch.device) -> LoadedModel:
     """Load the model that `config` names, in its dtype and attention, onto `device`, in evaluation mode.
 

@@ -11,6 +11,7 @@ B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -118,6 +119,8 @@ class HfSampler:
             for row, (index, token, logp, mass) in enumerate(
                 zip(alive, token_B.tolist(), behavior_B.tolist(), kept_B.tolist(), strict=True)
             ):
+                if math.isnan(logp + mass):
+                    raise _not_finite()
                 ids[index].append(token)
                 behavior[index].append(logp)
                 kept[index].append(mass)
@@ -185,10 +188,19 @@ def draw(logits_BV: Tensor, uniform_B: Tensor, sampling: SamplingConfig) -> tupl
     total_B = cumulative_BV[:, -1:]
     # Strictly below the total, so that rounding never lands past the last token with mass.
     target_B = torch.minimum(uniform_B[:, None] * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    token_B = torch.searchsorted(cumulative_BV, target_B, right=True)
+    # NaN logits have no place for it: some token, with NaN for its log-probability.
+    token_B = torch.searchsorted(cumulative_BV, target_B, right=True).clamp_(max=logp_BV.shape[1] - 1)
     cut = sampling.top_k is not None or sampling.top_p < 1 or sampling.min_p > 0
     kept_B = total_B.squeeze(1).log().clamp(max=0.0).float() if cut else torch.zeros_like(logp_BV[:, 0])
     return token_B.squeeze(1), logp_BV.gather(1, token_B).squeeze(1) - kept_B, kept_B
+
+
+def _not_finite() -> OpdError:
+    return OpdError(
+        "The model's logits are not finite, so nothing can be sampled.",
+        why="Its weights hold NaN or infinity, or overflow in this dtype; in training, an earlier step was too large.",
+        fix="Lower train.learning_rate, or load the model in float32.",
+    )
 
 
 def _truncate(logp_BV: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from opd.config.schema import ModelConfig, ModelTeacherConfig, Recipe, SelfTeacherConfig
-from opd.data import Problems, load_problems
+from opd.data import Problems, check_disjoint, load_problems
 from opd.data.render import Renderer
 from opd.data.rows import Dropped
 from opd.errors import OpdError
@@ -48,6 +48,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Parts:
     """Load everything that the recipe names."""
     loss = build(recipe.loss)
     problems = load_problems(recipe.data.train, on_bad_row=recipe.data.on_bad_row)
+    if recipe.eval is not None:
+        check_disjoint(problems.problems, load_problems(recipe.eval.data).problems)
     tokenizer = load_tokenizer(recipe.student)
     teacher_tokenizer = tokenizer
     if isinstance(recipe.teacher, ModelTeacherConfig):

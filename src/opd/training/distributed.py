@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ class Ranks:
     """
 
     def __init__(self, log: LogConfig, folder: Path, *, device: str | None = None) -> None:
+        _refuse_missing(log.trackers)
         self.accelerator = Accelerator(
             mixed_precision="no", log_with=list(log.trackers) or None, project_dir=str(folder), cpu=device == "cpu"
         )
@@ -38,6 +40,12 @@ class Ranks:
                 f"Training under {self.accelerator.distributed_type.value} is not supported.",
                 why="The loop runs in one process or under DDP.",
                 fix="Choose multi-GPU or multi-CPU (DDP) in `accelerate config`.",
+            )
+        if device is not None and device not in (self.device.type, str(self.device)):
+            raise OpdError(
+                f"Training cannot run on {device!r}.",
+                why=f"accelerate gives this process {self.device}.",
+                fix="Leave the device out, or give cpu. CUDA_VISIBLE_DEVICES chooses among several GPUs.",
             )
         self._trackers = log.trackers
 
@@ -95,6 +103,18 @@ class Ranks:
         """Close the trackers."""
         if self._trackers:
             self.accelerator.end_training()
+
+
+def _refuse_missing(trackers: Sequence[str]) -> None:
+    """accelerate leaves out a tracker that is not installed, and says nothing."""
+    available = {str(tracker) for tracker in get_available_trackers()}
+    missing = [tracker for tracker in trackers if tracker not in available]
+    if missing:
+        raise OpdError(
+            f"log.trackers names what is not installed: {', '.join(missing)}.",
+            why="Nothing would be logged there.",
+            fix=f"pip install {' '.join(missing)}, or set log.trackers=[]; steps.jsonl is always written.",
+        )
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

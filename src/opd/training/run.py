@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,5 +81,15 @@ def run_folder(loaded: LoadedRecipe, *, resume: bool) -> Path:
             why="Training into it would mix two runs.",
             fix=f"Choose another folder (folder=runs/{loaded.recipe.name}-2), or go on with --resume.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    why = "It may not be written to."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = str(error)
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise OpdError(
+            f"The run's folder {folder} cannot be used.",
+            why=why,
+            fix="Choose another one: folder=PATH on this command.",
+        )
     return folder

@@ -94,8 +94,17 @@ class Student:
         Folding in place and unfolding again would leave rounding errors of bfloat16 in the base model at every step.
         """
         from peft.tuners.lora import Linear as LoraLinear
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
-        layers = [module for module in self.model.modules() if isinstance(module, LoraLinear)]
+        adapted = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        layers = [module for module in adapted if isinstance(module, LoraLinear)]
+        if len(layers) < len(adapted):
+            others = sorted({type(module).__name__ for module in adapted} - {LoraLinear.__name__})
+            raise OpdError(
+                "This adapter cannot be merged for sampling.",
+                why=f"It sits on other layers than linear ones ({', '.join(others)}), which would be left out.",
+                fix="Set rollout.merge_adapter=false, or leave those layers out of student.adapter.target_modules.",
+            )
         weights = [cast(nn.Linear, layer.get_base_layer()).weight for layer in layers]
         own = [weight.data for weight in weights]
         try:
