@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -33,28 +34,34 @@ def demo(
 
 def print_table(verdict: object) -> None:
     """Both scores, before and after, with the controls where they were run."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from opd.bench.experiment import Change, Verdict
 
     assert isinstance(verdict, Verdict)
-    table = Table(
-        title=f"held out: {verdict.num_problems} problems x {verdict.num_samples} samples", title_justify="left"
-    )
-    for name in ("", "right in the box", "95% interval", "answer anywhere", "95% interval"):
-        table.add_column(name, justify="right" if name else "left")
+    title = f"held out: {verdict.num_problems} problems x {verdict.num_samples} samples"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("", "in the box", "gain (95%)", "anywhere", "gain (95%)"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
 
-    def row(name: str, correct: Change, contains: Change) -> None:
-        cells = [(f"{c.before:.1f}% -> {c.after:.1f}%", f"{c.low:+.1f} to {c.high:+.1f}") for c in (correct, contains)]
+    def changed(name: str, changes: Mapping[str, Change]) -> None:
+        cells = [
+            (f"{c.after:.1f}%", f"{c.low:+.1f} to {c.high:+.1f}") for c in (changes["correct"], changes["contains"])
+        ]
         table.add_row(name, *cells[0], *cells[1])
 
-    row("student, this teacher", verdict.correct, verdict.contains)
+    def scored(name: str, correct: float, contains: float | None = None) -> None:
+        table.add_row(name, f"{correct:.1f}%", "", "" if contains is None else f"{contains:.1f}%", "")
+
+    scored("student before", verdict.correct.before, verdict.contains.before)
+    changed("student after", {"correct": verdict.correct, "contains": verdict.contains})
     for name, changes in verdict.controls.items():
-        row(f"control: {name}", changes["correct"], changes["contains"])
+        changed(f"  {name}", changes)
     for name, scores in verdict.untrained_pct.items():
-        table.add_row(f"untrained, {name} prompt", f"{scores['correct']:.1f}%", "", f"{scores['contains']:.1f}%", "")
-    table.add_row("always the commonest answer", f"{verdict.majority_answer_pct:.1f}%", "", "", "")
+        scored(f"untrained, {name}", scores["correct"], scores["contains"])
+    scored("one answer to all", verdict.majority_answer_pct)
     Console().print(table)
 
 

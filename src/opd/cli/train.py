@@ -30,4 +30,5 @@ def train(
     result = run(recipe, overrides or (), resume=resume, skip_doctor=skip_doctor, device=device)
     if result.interrupted:
         raise typer.Exit(130)
-    print(f"Trained for {result.metrics['num_steps']} steps in {result.metrics['train_s']:.0f} s: {result.final}")
+    if result.final is not None:  # of several processes one alone writes, and talks
+        print(f"Trained for {result.metrics['num_steps']} steps in {result.metrics['train_s']:.0f} s: {result.final}")
