@@ -279,6 +279,22 @@ def test_a_folder_of_another_evaluation_is_refused(run, changes, named):
     assert named in caught.value.why
 
 
+def test_a_training_runs_folder_is_left_alone(run, tmp_path):
+    folder = tmp_path / "train"
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text('{"step": 1}\n{"torn')
+    with pytest.raises(OpdError, match="not of an evaluation"):
+        run(folder="train")
+    assert [path.name for path in folder.iterdir()] == ["samples.jsonl"]
+    assert (folder / "samples.jsonl").read_text() == '{"step": 1}\n{"torn'
+
+
+def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OpdError, match="there can be no evaluation"):
+        run(folder="file/inside")
+
+
 def test_batch_size_is_no_setting(run, tiny_tokenizer):
     run()
     again = LookupSampler(tiny_tokenizer)

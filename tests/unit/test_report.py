@@ -383,6 +383,13 @@ def test_a_torn_last_line_is_named_and_a_broken_one_refused(tmp_path: Path) -> N
         write_report(folder)
 
 
+def test_a_line_torn_within_a_character_is_left_out(tmp_path: Path) -> None:
+    folder = build_run(tmp_path / "run", num_steps=3)
+    with (folder / "samples.jsonl").open("ab") as file:
+        file.write('{"step": 9, "completion": "é'.encode()[:-1])
+    assert "the last line of samples.jsonl is torn" in write_report(folder).read_text()
+
+
 def test_a_recipe_of_another_version_is_shown_as_text(tmp_path: Path) -> None:
     folder = build_run(tmp_path / "run", num_steps=2)
     (folder / "resolved.yaml").write_text("name: old\nbeta: 3\n")

@@ -160,7 +160,9 @@ def _lines(path: Path, notes: list[str]) -> list[Json]:
     """Objects, one a line. A torn last line is what a killed run leaves, so it is named and left out."""
     rows: list[Json] = []
     # By newlines alone: a completion may hold any of the other characters that str.splitlines breaks lines at.
-    lines = (_text(path) or "").rstrip("\n").split("\n")
+    # A kill can tear the last line within a character.
+    text = path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""
+    lines = text.rstrip("\n").split("\n")
     if lines == [""]:
         return rows
     for number, line in enumerate(lines, start=1):

@@ -77,15 +77,22 @@ class SampleStore:
         manifest: what is asked now.
 
     Raises:
-        OpdError: the folder holds samples of other settings, or a broken line that no interruption explains.
+        OpdError: the folder cannot be made, or holds samples of other settings, of a training run, or a broken line
+            that no interruption explains.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
         self.notes: list[str] = []
         self.path = folder / SAMPLES_FILE
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / MANIFEST_FILE
+        _make(folder)
+        if self.path.exists() and not file.exists():
+            raise OpdError(
+                f"{folder} holds samples, and not of an evaluation",
+                why=f"there is a {SAMPLES_FILE} without a {MANIFEST_FILE}, as in the folder of a training run",
+                fix="evaluate into another folder (--out)",
+            )
         if file.exists():
             _refuse_other(folder, load_manifest(folder), manifest)
         else:
@@ -117,6 +124,15 @@ class SampleStore:
             )
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OpdError(
+            f"there can be no evaluation in {folder}", why=str(error), fix="evaluate into another folder (--out)"
+        ) from error
+
+
 def load_manifest(folder: Path) -> Manifest:
     """The manifest of an evaluation's folder.
 
@@ -145,7 +161,8 @@ def read_samples(folder: Path, manifest: Manifest) -> dict[SampleId, Sample]:
         return samples
     key = manifest.key
     wanted = {(q.id, index) for q in manifest.questions for index in range(manifest.num_samples)}
-    with path.open(encoding="utf-8", newline="\n") as file:
+    # A torn last line may end within a character; it is left out below.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 break
