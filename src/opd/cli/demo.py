@@ -43,7 +43,7 @@ def print_table(verdict: object) -> None:
     assert isinstance(verdict, Verdict)
     title = f"held out: {verdict.num_problems} problems x {verdict.num_samples} samples"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("", "in the box", "gain (95%)", "anywhere", "gain (95%)"):
+    for name in ("", "in box", "gain (95%)", "anywhere", "gain (95%)"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
 
     def changed(name: str, changes: Mapping[str, Change]) -> None:
@@ -60,7 +60,7 @@ def print_table(verdict: object) -> None:
     for name, changes in verdict.controls.items():
         changed(f"  {name}", changes)
     for name, scores in verdict.untrained_pct.items():
-        scored(f"untrained, {name}", scores["correct"], scores["contains"])
+        scored(f"untrained {name}", scores["correct"], scores["contains"])
     scored("one answer to all", verdict.majority_answer_pct)
     Console().print(table)
 

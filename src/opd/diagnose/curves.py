@@ -125,7 +125,7 @@ def demo_picture(run_folder: str | Path, out_svg: str | Path) -> Path:
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.0, 1.0, 1.1))
         for axes, (name, title), labels in ((left, _item(0), True), (middle, _item(1), False)):
             draw_bars(axes, bars[name], labels=labels)
-            axes.set_title(f"{title}  (%, 95% interval)", loc="left")
+            axes.set_title(f"{title}  (%)", loc="left")
         draw_curves(right, [int(row["step"]) for row in run.steps], [Line("loss", column(run.steps, "loss"))])
         right.set_ylim(bottom=min(0.0, right.get_ylim()[0]))
         right.set_title("Loss  (nats per token)", loc="left")
