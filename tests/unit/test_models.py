@@ -383,3 +383,12 @@ def test_smollm2_answers(smollm2):
     assert smollm2.stop_ids == {2}
     # Trained with digits split off: the two spaces before a digit are one token.
     assert smollm2.tokenizer.tokenize("a  8") == ["a", "ĠĠ", "8"]
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cuda:99"])
+def test_a_device_that_does_not_exist_is_named(name: str) -> None:
+    from opd.models import known_device
+
+    assert known_device("cpu").type == "cpu"
+    with pytest.raises(OpdError, match=f"no device '{name}'"):
+        known_device(name)
