@@ -279,6 +279,11 @@ def test_held_out_questions_among_the_training_ones_are_refused(tiny_model_folde
         run(recipe(tiny_model_folder, tmp_path / "run", data={"train": data["train"]}, eval={"data": data["heldout"]}))
 
 
+def test_sequences_past_the_models_last_position_are_refused(tiny_model_folder: Path, tmp_path: Path):
+    with pytest.raises(OpdError, match="has 1024 positions, and the longest student sequence needs"):
+        run(recipe(tiny_model_folder, tmp_path / "run", rollout={"max_new_tokens": 1020}))
+
+
 def test_a_finished_folder_is_not_trained_into_again(tiny_model_folder: Path, tmp_path: Path):
     fields = recipe(tiny_model_folder, tmp_path / "run", train={"num_steps": 1})
     run(fields)

@@ -23,6 +23,7 @@ from opd.eval.result import Checkpoint, EvalResult, View
 from opd.eval.runner import evaluate_with
 from opd.eval.verdict import compare_results
 from opd.log import write_json
+from opd.teacher import ModelTeacher
 from opd.training.assemble import Parts, assemble
 from opd.training.loop import fit
 from opd.training.run import begin
@@ -113,6 +114,12 @@ def experiment(
     loaded = load_recipe(recipe, overrides)
     config = _eval_config(loaded.recipe)
     folder, ranks = begin(loaded, resume=False, device=device)
+    if ranks.num_ranks > 1:
+        raise OpdError(
+            "An experiment runs in one process.",
+            why=f"{ranks.num_ranks} were started, and each would evaluate into the same folder.",
+            fix="Train with several processes (opd train), then evaluate and compare with opd eval and opd compare.",
+        )
     parts = assemble(loaded.recipe, ranks.device)
     refuse_if_failed(examine(parts, folder=folder))
 
@@ -182,19 +189,23 @@ def _evaluate(
     """The student with its trained weights, or, when none are given, before training or with its adapter off."""
     student = parts.student
     print(f"\nevaluating: {folder.name}")
-    initial = trained is None and student.has_adapter
+    if view == "teacher" and isinstance(parts.teacher, ModelTeacher):
+        sampler, loaded = parts.teacher.sampler(), parts.teacher.loaded
+    else:
+        initial = trained is None and student.has_adapter
+        sampler, loaded = parts.sampler_with(student.adapter_off) if initial else parts.sampler, student.loaded
     digest = None if trained is None else sha256(next(trained.glob("*.safetensors")).read_bytes()).hexdigest()
     return evaluate_with(
-        parts.sampler_with(student.adapter_off) if initial else parts.sampler,
-        student.loaded.tokenizer,
+        sampler,
+        loaded.tokenizer,
         parts.renderer,
         load_problems(config.data).problems,
         config,
         folder,
         checkpoint=Checkpoint(
-            path=student.loaded.reference if trained is None else str(trained),
+            path=loaded.reference if trained is None else str(trained),
             kind="base" if trained is None else "adapter" if student.has_adapter else "full",
-            fingerprint=student.loaded.fingerprint if digest is None else digest[:16],
+            fingerprint=loaded.fingerprint if digest is None else digest[:16],
             base=None if trained is None else student.loaded.reference,
             adapter_sha256=digest if student.has_adapter else None,
         ),

@@ -149,7 +149,7 @@ def _output_matrix(base: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     if hasattr(output, "base_layer") or hasattr(output, "token_adapter"):
         raise _unusable(
             f"an adapter sits on the output layer ({kind}), so its logits are not one product with one matrix",
-            "leave lm_head out of adapter.target_modules; to train it whole, list it in modules_to_save",
+            "leave lm_head out of student.adapter.target_modules, or train every weight: student.adapter.name=full",
         )
     weight: object = getattr(output, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.dtype not in _TOLERANCE:

@@ -11,6 +11,7 @@ from opd.config.schema import ModelTeacherConfig
 from opd.forward import body_of, compute_dtype, eval_mode, score_hidden
 from opd.loss.head import Head
 from opd.models import load
+from opd.rollout.hf import HfSampler
 from opd.types import Full, Rollout
 
 
@@ -41,6 +42,16 @@ class ModelTeacher:
                 device=device,
             )
         return Full(hidden_ND, self._head)
+
+    def sampler(self) -> HfSampler:
+        """Draws from the teacher itself, for its own score."""
+        return HfSampler(
+            self.loaded.model,
+            stop_ids=self.loaded.stop_ids,
+            pad_id=self.loaded.pad_id,
+            vocab_size=self._head.num_tokens,
+            dtype=self._dtype,
+        )
 
     def after_update(self) -> None:
         """A fixed teacher does not move."""

@@ -17,7 +17,7 @@ from opd.data.render import Renderer
 from opd.data.rows import Dropped
 from opd.errors import OpdError
 from opd.loss import Loss, build
-from opd.models import describe, load_tokenizer, same_vocabulary
+from opd.models import LoadedModel, describe, load_tokenizer, same_vocabulary
 from opd.rollout.hf import HfSampler
 from opd.seeds import derive_seed
 from opd.teacher import ModelTeacher, SelfTeacher, Teacher
@@ -72,6 +72,11 @@ def assemble(recipe: Recipe, device: torch.device) -> Parts:
             fix="Raise prompt.max_student_prompt_tokens and prompt.max_teacher_prompt_tokens, or look at the data.",
         )
     student = load_student(recipe.student, device=device, seed=derive_seed(recipe.seed, "adapter"))
+    teacher = _teacher(recipe, student, device)
+    scoring = teacher.loaded if isinstance(teacher, ModelTeacher) else student.loaded
+    num_new = recipe.rollout.max_new_tokens
+    _refuse_past_the_end(student.loaded, "student", max(len(pair.student_ids) for pair in rendered.pairs), num_new)
+    _refuse_past_the_end(scoring, "teacher", max(len(pair.teacher_ids) for pair in rendered.pairs), num_new)
     return Parts(
         recipe=recipe,
         problems=problems,
@@ -79,7 +84,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Parts:
         pairs=rendered.pairs,
         dropped={**problems.dropped, **rendered.dropped},
         student=student,
-        teacher=_teacher(recipe, student, device),
+        teacher=teacher,
         sampler=_sampler(student, student.merged if recipe.rollout.merge_adapter else nullcontext),
         loss=loss,
     )
@@ -92,6 +97,17 @@ def _refuse_another_vocabulary(student: ModelConfig, teacher: ModelConfig) -> No
             f"{teacher.model} cannot teach {student.model}: their vocabularies differ.",
             why=difference,
             fix="Choose a teacher of the same family: a token id must mean the same on both sides.",
+        )
+
+
+def _refuse_past_the_end(loaded: LoadedModel, side: str, num_prompt: int, num_new: int) -> None:
+    """Positions that a model was never trained on run without a word, or end in an index error."""
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and num_prompt + num_new > limit:
+        raise OpdError(
+            f"{loaded.reference} has {limit} positions, and the longest {side} sequence needs {num_prompt + num_new}.",
+            why=f"The longest prompt has {num_prompt} tokens, rollout.max_new_tokens is {num_new}.",
+            fix=f"Lower rollout.max_new_tokens, or set prompt.on_long_prompt=drop and prompt.max_{side}_prompt_tokens.",
         )
 
 
