@@ -235,9 +235,8 @@ def test_every_contract_line_is_there_with_a_test() -> None:
     text = (DOCS / "correctness.md").read_text()
     lines = re.split(r"^\*\*(\d+)\.\*\*", text, flags=re.MULTILINE)
     assert [int(number) for number in lines[1::2]] == list(range(1, 25))
-    without = [int(number) for number, body in zip(lines[1::2], lines[2::2], strict=True) if "::test_" not in body]
-    assert without == [22]
-    assert "Not held" in lines[lines.index("22") + 1]
+    for number, body in zip(lines[1::2], lines[2::2], strict=True):
+        assert "::test_" in body, number
 
 
 def test_every_check_of_the_doctor_is_described_with_its_lines() -> None:
