@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
+
+# On a desk hypothesis looks for new cases at every run; in CI it takes the same ones, so that red means a change.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -457,6 +457,18 @@ def numbers(kind: type, metadata: tuple[Any, ...]) -> st.SearchStrategy[Any]:
     )
 
 
+def test_a_quoted_merge_key_is_a_key_and_loads_back(tmp_path: Path) -> None:
+    mapping = {
+        "name": "r",
+        "student": {"model": "m"},
+        "data": {"train": {"name": "task", "task": "products", "options": {"<<": False}}},
+        "train": {"num_steps": 1, "num_problems_per_step": 1, "learning_rate": 1.0},
+    }
+    loaded = load_recipe(mapping)
+    loaded.write(tmp_path / "resolved.yaml")
+    assert load_recipe(tmp_path / "resolved.yaml").recipe == loaded.recipe
+
+
 @settings(
     max_examples=60,
     deadline=None,

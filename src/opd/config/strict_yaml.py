@@ -134,7 +134,7 @@ class _Reader:
                     "text that begins with `{` or `[` needs quotes, such as '\"{{ problem }}\"'",
                 )
             key = self.scalar(key_node)
-            if key == "<<":
+            if key == "<<" and key_node.style is None:  # in quotes it is a key like any other
                 raise self.fail(key_node, "merge keys (`<<`) are not read", "use `extends:` or repeat the values")
             problem = bad_key(key)
             if problem or not isinstance(key, str):
