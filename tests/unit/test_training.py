@@ -106,6 +106,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_loses_nothing(
     def interrupted_in_step_3(parts: Any, learner: Any, ranks: Any, step: int) -> Any:
         if step == 3:
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)  # what a launcher adds is not a second Ctrl-C
         return real_step(parts, learner, ranks, step)
 
     monkeypatch.setattr(loop, "train_step", interrupted_in_step_3)

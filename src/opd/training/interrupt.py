@@ -1,4 +1,7 @@
-"""Ctrl-C asks for a stop after the current step; a second one stops at once."""
+"""Ctrl-C asks for a stop after the current step; a second one stops at once.
+
+A launcher answers Ctrl-C by sending its processes a SIGTERM of its own: that is not a second Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from types import FrameType, TracebackType
 
 
 class Interruption:
-    """While entered, SIGINT and SIGTERM set `asked`; the second signal acts as it would have without us.
+    """While entered, SIGINT and SIGTERM set `asked`; a second signal of the same kind acts as it would have without us.
 
     Outside the main thread Python cannot take signals: then nothing is installed, and `asked` stays False.
     """
@@ -29,10 +32,11 @@ class Interruption:
     ) -> None:
         self._give_back()
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        if not self.asked:
+            print("\nStopping after this step, with a checkpoint. Once more to stop at once.", file=sys.stderr)
         self.asked = True
-        self._give_back()
-        print("\nStopping after this step, with a checkpoint. Once more to stop at once.", file=sys.stderr)
+        signal.signal(number, self._before.pop(number))
 
     def _give_back(self) -> None:
         for number, handler in self._before.items():
