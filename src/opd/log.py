@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from opd.files import write_aside
 from opd.types import StepRecord
 
 LIBRARIES = ("opd", "torch", "transformers", "tokenizers", "peft", "accelerate", "datasets", "math-verify", "numpy")
@@ -72,9 +73,7 @@ def environment(command: str) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write aside, then rename: a reader sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_aside(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _append(path: Path, fields: Mapping[str, Any]) -> None:
@@ -103,9 +102,7 @@ def _cut_after(path: Path, step: int) -> None:
         if fields["step"] > step:
             break
         kept.append(line)
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    aside.replace(path)
+    write_aside(path, "".join(f"{line}\n" for line in kept))
 
 
 def _lines(path: Path) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from opd.bench import experiment as experiment_module
 from opd.bench.experiment import CONTROLS, Change, Verdict, experiment
 from opd.cli import app
 from opd.errors import OpdError
@@ -89,6 +91,21 @@ def test_untrained_scores_are_those_of_the_untrained_student_where_every_weight_
     assert order[:4] == ["before", "teacher", "fit", "after"]
     assert order.index("few-shot") < order.index("demonstrations")
     assert order[order.index("few-shot") + 1] == "fit"
+
+
+def test_an_interrupted_control_is_not_scored_as_if_it_had_trained(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real_fit = experiment_module.fit
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        result = real_fit(*arguments, **options)
+        return replace(result, final=None, interrupted=True) if "controls" in str(result.folder) else result
+
+    monkeypatch.setattr(experiment_module, "fit", interrupted)
+    with pytest.raises(OpdError, match="interrupted, so there is no verdict"):
+        experiment(recipe(tiny_model_folder, tmp_path / "run"), full=True, device="cpu", command="opd demo")
+    assert not (tmp_path / "run" / "eval" / "placebo").exists()
 
 
 def test_verdicts_stand_side_by_side(finished: tuple[Verdict, Path]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from opd.errors import OpdError
 from opd.eval.result import Checkpoint, EvalResult, View
 from opd.eval.runner import evaluate_with
 from opd.eval.verdict import compare_results
+from opd.files import file_sha256
 from opd.log import write_json
 from opd.teacher import ModelTeacher
 from opd.training.assemble import Parts, assemble
-from opd.training.loop import fit
+from opd.training.loop import RunResult, fit
 from opd.training.run import begin
 
 
@@ -129,13 +129,7 @@ def experiment(
         # Before training: where every weight trains, there is no untrained student afterwards.
         untrained["teacher"] = _scores(_evaluate(parts, config, folder / "eval" / "teacher", view="teacher"))
     run = fit(parts, loaded, folder, ranks, resume=False, command=command)
-    if run.final is None:
-        raise OpdError(
-            "The experiment was interrupted, so there is no verdict.",
-            why=f"Training stopped after step {run.metrics['num_steps']:.0f} of {loaded.recipe.train.num_steps}.",
-            fix="Run it again; evaluation before training is quick to repeat.",
-        )
-    after = _evaluate(parts, config, folder / "eval" / "after", trained=run.final)
+    after = _evaluate(parts, config, folder / "eval" / "after", trained=_finished(run))
     controls: dict[str, dict[str, Change]] = {}
     if full:
         for name in CONTROLS:
@@ -179,8 +173,19 @@ def _control(
     if name == "demonstrations":
         few_shot = _evaluate(parts, config, folder / "eval" / "few-shot", view="teacher")
     run = fit(parts, loaded, arm, ranks, resume=False)
-    after = _evaluate(parts, config, folder / "eval" / name, trained=run.final)
+    after = _evaluate(parts, config, folder / "eval" / name, trained=_finished(run))
     return few_shot, {metric: _change(before, after, metric) for metric in ("correct", "contains")}
+
+
+def _finished(run: RunResult) -> Path:
+    """The trained weights; an interrupted run, the control's too, has none and must not be scored as if it had."""
+    if run.final is None:
+        raise OpdError(
+            "The experiment was interrupted, so there is no verdict.",
+            why=f"Training stopped after step {run.metrics['num_steps']} of {run.loaded.recipe.train.num_steps}.",
+            fix="Run it again; evaluation before training is quick to repeat.",
+        )
+    return run.final
 
 
 def _evaluate(
@@ -194,7 +199,7 @@ def _evaluate(
     else:
         initial = trained is None and student.has_adapter
         sampler, loaded = parts.sampler_with(student.adapter_off) if initial else parts.sampler, student.loaded
-    digest = None if trained is None else sha256(next(trained.glob("*.safetensors")).read_bytes()).hexdigest()
+    digest = None if trained is None else file_sha256(next(trained.glob("*.safetensors")))
     return evaluate_with(
         sampler,
         loaded.tokenizer,
