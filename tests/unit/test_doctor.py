@@ -511,13 +511,13 @@ def test_warns_when_one_side_alone_prefills_thinking(build: Build, monkeypatch: 
 
 def test_names_memory_that_is_not_there(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build()
-    monkeypatch.setattr(memory, "_free_bytes", lambda _: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1000)
     assert named(examine(parts)) == {"expected memory": "fail"}
     probe = probe_module.Probe(parts, 2)
     needed = memory.estimate(probe)
     trained = sum(parameter.numel() for parameter in parts.student.trained().values())
     assert needed.optimizer_bytes == 3 * 4 * trained
-    monkeypatch.setattr(memory, "_free_bytes", lambda _: needed.optimizer_bytes + 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: needed.optimizer_bytes + 1)
     assert named(examine(parts)) == {"expected memory": "warn"}
 
 

@@ -17,7 +17,7 @@ from opd.training import loop
 from opd.training.assemble import assemble
 from opd.training.distributed import Ranks
 from opd.training.learner import Learner
-from opd.training.loop import train_step
+from opd.training.loop import step_pairs, train_step
 
 CPU = torch.device("cpu")
 
@@ -283,6 +283,18 @@ def test_held_out_questions_among_the_training_ones_are_refused(tiny_model_folde
 def test_sequences_past_the_models_last_position_are_refused(tiny_model_folder: Path, tmp_path: Path):
     with pytest.raises(OpdError, match="has 1024 positions, and the longest student sequence needs"):
         run(recipe(tiny_model_folder, tmp_path / "run", rollout={"max_new_tokens": 1020}))
+
+
+def test_every_epoch_is_a_new_permutation_whatever_the_steps_cut_it_into():
+    pairs: Any = list("abcdefg")
+
+    def drawn(num_pairs: int) -> str:
+        return "".join("".join(step_pairs(pairs, 3, step, num_pairs)) for step in range(1, 42 // num_pairs + 1))
+
+    assert drawn(1) == drawn(3) == drawn(14) == drawn(42)
+    epochs = [drawn(1)[start : start + 7] for start in range(0, 42, 7)]
+    assert all(sorted(epoch) == sorted(pairs) for epoch in epochs)
+    assert len(set(epochs)) > 1
 
 
 def test_a_finished_folder_is_not_trained_into_again(tiny_model_folder: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from typing import Any, cast
 import yaml
 
 from opd.config.schema import Recipe
+from opd.files import write_aside
 
 HEADER = "# Every value of one recipe and the layer that set it. This file is a whole recipe itself.\n"
 
@@ -36,9 +37,7 @@ def resolved_yaml(recipe: Recipe, provenance: Mapping[str, str]) -> str:
 
 def write_resolved(path: Path, recipe: Recipe, provenance: Mapping[str, str]) -> None:
     """Write resolved.yaml aside and rename it, so that a reader never sees half of it."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(resolved_yaml(recipe, provenance), encoding="utf-8")
-    aside.replace(path)
+    write_aside(path, resolved_yaml(recipe, provenance))
 
 
 def _is_leaf(value: object) -> bool:

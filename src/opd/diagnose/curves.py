@@ -22,6 +22,7 @@ from opd.diagnose.figures import (
 from opd.diagnose.run_folder import Arm, Json, RunFolder, read_run
 from opd.errors import OpdError
 from opd.eval.result import Metric
+from opd.files import write_aside
 
 PHASES = {"sampling": "rollout_s", "teacher": "teacher_s", "update": "update_s"}
 METRIC_TITLES: dict[Metric, str] = {"correct": "Correct in the box", "contains": "Contains the answer"}
@@ -131,9 +132,7 @@ def demo_picture(run_folder: str | Path, out_svg: str | Path) -> Path:
         right.set_title("Loss  (nats per token)", loc="left")
         scores = "; ".join(f"{bar.label} {bar.value:.1f}%" for bar in bars["correct"])
         text = standalone(figure, f"Held-out problems, correct in the box: {scores}. Loss over training steps.")
-    aside = out.with_name(f".{out.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    return aside.replace(out)
+    return write_aside(out, text)
 
 
 def column(rows: Sequence[Json], name: str) -> list[float]:

@@ -27,6 +27,7 @@ from opd.diagnose.transcripts import before_and_after, samples_over_time
 from opd.errors import OpdError
 from opd.eval.result import Metric
 from opd.eval.verdict import compare_results
+from opd.files import write_aside
 
 __all__ = ["demo_picture", "render", "write_report"]
 
@@ -81,9 +82,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         raise OpdError(
             f"{path} cannot be written", why=f"there is no folder {path.parent}", fix=f"mkdir -p {path.parent}"
         )
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(page, encoding="utf-8")
-    return aside.replace(path)
+    return write_aside(path, page)
 
 
 def render(run: RunFolder) -> str:

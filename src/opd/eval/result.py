@@ -19,6 +19,7 @@ from opd.config.base import Config
 from opd.errors import OpdError
 from opd.eval.grade import Verdict
 from opd.eval.stats import Bools, Summary
+from opd.files import write_aside
 
 FORMAT = 1
 RESULT_FILE = "result.json"
@@ -214,13 +215,6 @@ def hash_of(value: Any) -> str:
     """sha256 of a JSON value in canonical form: keys sorted, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_aside(path: Path, text: str) -> None:
-    """A reader sees the old file or the whole new one."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:

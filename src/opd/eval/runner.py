@@ -15,6 +15,7 @@ from opd.eval.progress import SampleProgress
 from opd.eval.result import RESULT_FILE, Checkpoint, EvalResult, View
 from opd.eval.samples import Manifest, Question, Sample, SampleStore
 from opd.eval.score import score
+from opd.files import file_sha256
 from opd.rollout.base import Sampler
 from opd.seeds import derive_seed
 from opd.types import Completion, Problem
@@ -91,7 +92,7 @@ def evaluate(
         kind="base" if adapter is None else "adapter",
         fingerprint=loaded.fingerprint,
         base=None if adapter is None else base,
-        adapter_sha256=None if adapter is None else _file_sha256(Path(adapter) / ADAPTER_WEIGHTS),
+        adapter_sha256=None if adapter is None else file_sha256(Path(adapter) / ADAPTER_WEIGHTS),
         picked_by=picked_by,
     )
     tokenizer = loaded.tokenizer
@@ -285,15 +286,4 @@ def _sampler(loaded: LoadedModel, config: ModelConfig) -> Sampler:
 
     from opd.rollout.hf import HfSampler
 
-    return HfSampler(
-        loaded.model,
-        stop_ids=loaded.stop_ids,
-        pad_id=loaded.pad_id,
-        vocab_size=loaded.vocab_size,
-        dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
-    )
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return HfSampler.of(loaded, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)

@@ -15,7 +15,8 @@ from pydantic import Field, ValidationError
 
 from opd.config.base import Config
 from opd.errors import OpdError
-from opd.eval.result import Checkpoint, differing, hash_of, write_aside
+from opd.eval.result import Checkpoint, differing, hash_of
+from opd.files import write_aside
 from opd.types import FinishReason
 
 MANIFEST_FILE = "manifest.json"

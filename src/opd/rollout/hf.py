@@ -24,6 +24,7 @@ from opd.config.schema import SamplingConfig
 from opd.errors import OpdError
 from opd.forward import base_model, body_of, cache_keyword, compute_dtype, eval_mode
 from opd.loss.head import Head
+from opd.models import LoadedModel
 from opd.types import Completion, FinishReason
 
 
@@ -65,6 +66,17 @@ class HfSampler:
         self._weights = weights
         self._device = self._head.weight.device
         self._cache_keyword = cache_keyword(self._body)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, dtype: torch.dtype) -> HfSampler:
+        """The sampler of a model as it was loaded."""
+        return cls(
+            loaded.model,
+            stop_ids=loaded.stop_ids,
+            pad_id=loaded.pad_id,
+            vocab_size=loaded.vocab_size,
+            dtype=dtype,
+        )
 
     @torch.no_grad()
     def generate(

@@ -15,6 +15,7 @@ from torch import Tensor
 from opd.config.schema import EmaWeights, InitialWeights, TeacherWeights
 from opd.errors import OpdError
 from opd.forward import body_of, compute_dtype, eval_mode, score_hidden
+from opd.memory import free_bytes
 from opd.training.student import Student
 from opd.types import Full, Rollout
 
@@ -91,14 +92,9 @@ class SelfTeacher:
 
 
 def _refuse_if_it_does_not_fit(student: Student) -> None:
-    import psutil
-
     # The copy, and what is still to come: gradients and the two moments of AdamW, each as large as the weights.
     needed = 4 * sum(parameter.nbytes for parameter in student.trained().values())
-    if student.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(student.device)
-    else:
-        free = psutil.virtual_memory().available
+    free = free_bytes(student.device)
     if needed > free:
         raise OpdError(
             "A copy of the student's trained weights for the teacher does not fit into memory.",

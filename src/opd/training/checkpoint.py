@@ -6,7 +6,6 @@ written last. Random state needs no saving: every seed derives from (run seed, p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from opd.errors import OpdError
+from opd.files import file_sha256
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _read(folder: Path) -> Checkpoint:
     parts: dict[str, Mapping[str, Tensor]] = {}
     for name, digest in state["sha256"].items():
         path = folder / f"{name}.safetensors"
-        if _digest(path) != digest:
+        if file_sha256(path) != digest:
             raise ValueError(f"{path.name} does not have the sha256 that state.json names")
         parts[name] = load_file(path)
     return Checkpoint(state["step"], parts["trained"], parts["optimizer"], parts["teacher"], state["facts"])
@@ -116,7 +116,7 @@ def _folders(root: Path) -> list[Path]:
 def _flush(path: Path) -> str:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return _digest(path)
+    return file_sha256(path)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -125,8 +125,3 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

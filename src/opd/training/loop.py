@@ -137,11 +137,10 @@ def train_step(parts: Parts, learner: Learner, ranks: Ranks, step: int) -> StepR
 
 def step_pairs(pairs: Sequence[PromptPair], seed: int, step: int, num_pairs: int) -> list[PromptPair]:
     """The prompts of step `step` (from 1): a new permutation of all prompts each epoch, from (seed, step) alone."""
-    chosen: list[PromptPair] = []
-    for position in range((step - 1) * num_pairs, step * num_pairs):
-        epoch, place = divmod(position, len(pairs))
-        chosen.append(pairs[_permutation(len(pairs), derive_seed(seed, "epoch", epoch))[place]])
-    return chosen
+    first, end = (step - 1) * num_pairs, step * num_pairs
+    epochs = range(first // len(pairs), (end - 1) // len(pairs) + 1)
+    orders = {epoch: _permutation(len(pairs), derive_seed(seed, "epoch", epoch)) for epoch in epochs}
+    return [pairs[orders[position // len(pairs)][position % len(pairs)]] for position in range(first, end)]
 
 
 def _record(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from opd import forward
 from opd.diagnose.diagnosis import CheckResult
 from opd.diagnose.probe import Probe
+from opd.memory import free_bytes
 
 _GB = 1e9
 # Bytes kept for the backward pass, per token and hidden unit of one layer, with 16-bit activations and an attention
@@ -36,7 +35,7 @@ class Memory:
 def expected_memory(probe: Probe) -> CheckResult:
     """Gradients, AdamW's moments, one micro-batch's activations and the sampler's cache, against what is free."""
     memory = estimate(probe)
-    free = _free_bytes(probe.student.device)
+    free = free_bytes(probe.student.device)
     detail = (
         f"GB still to come, of {free / _GB:.2f} free: gradients and AdamW {memory.optimizer_bytes / _GB:.2f}, then the "
         f"larger of one micro-batch's activations (about {memory.activation_bytes / _GB:.2f}) and the sampler's cache "
@@ -76,12 +75,3 @@ def estimate(probe: Probe) -> Memory:
     side_by_side = min(recipe.rollout.batch_size, num_samples)
     cache = 2 * side_by_side * length * shape.num_hidden_layers * kv_heads * head_size * width
     return Memory(optimizer, activations, cache)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil
-
-    return psutil.virtual_memory().available
