@@ -28,7 +28,7 @@ def teacher_scores(num_rows: int = N, dtype: torch.dtype = torch.float64) -> Ful
 
 
 def chunk(num_rows: int, dtype: torch.dtype = torch.float64) -> int:
-    return num_rows * V * dtype.itemsize
+    return 2 * num_rows * V * dtype.itemsize  # the logits of both models
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -37,7 +37,7 @@ def chunk(num_rows: int, dtype: torch.dtype = torch.float64) -> int:
 )
 def test_gradcheck_in_hidden_states_and_head(name: str, clip: dict[str, Any]) -> None:
     num_rows, num_tokens, width = 3, 5, 2
-    loss = build({"name": name, "clip": clip, "temperature": 1.3}, chunk_bytes=2 * num_tokens * 8)
+    loss = build({"name": name, "clip": clip, "temperature": 1.3}, chunk_bytes=4 * num_tokens * 8)
     teacher = Full(draw(num_rows, num_tokens, seed=3), None)
 
     def values(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def test_gradcheck_of_token_logp() -> None:
     ids = torch.tensor([0, 4, 2])
 
     def values(hidden: Tensor, weight: Tensor) -> Tensor:
-        return token_logp(hidden, Head(weight, scale=0.5), ids, 0.8, chunk_bytes=2 * 5 * 8)
+        return token_logp(hidden, Head(weight, scale=0.5), ids, 0.8, chunk_bytes=4 * 5 * 8)
 
     assert torch.autograd.gradcheck(values, (draw(3, 2).requires_grad_(), draw(5, 2, seed=1).requires_grad_()))
 
@@ -121,12 +121,13 @@ def test_nothing_of_size_n_times_v_exists(name: str, trained: bool) -> None:
         draw(num_rows, width, dtype=torch.float32, seed=2), Head(draw(num_tokens, width, dtype=torch.float32))
     )
     rollout = RolloutTokens(torch.arange(num_rows))
-    loss = build({"name": name}, chunk_bytes=8 * num_tokens * 4)
+    loss = build({"name": name}, chunk_bytes=2 * 8 * num_tokens * 4)
     with LargestTensor() as recorded:
         loss.linear(hidden, head, teacher, rollout).values.sum().backward()
     assert hidden.grad is not None
     assert (head.weight.grad is not None) == trained
-    assert recorded.largest == 8 * num_tokens  # one chunk: the mode saw the kernel, and nothing larger
+    # One chunk of logits, or a tile as large with a column to spare: the mode saw the kernel, and nothing larger.
+    assert 8 * num_tokens <= recorded.largest <= 8 * (num_tokens + 1)
 
 
 def test_half_precision_inputs_have_float32_statistics() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from opd.config import data_rules, method_rules, prompt_rules
 from opd.config.faults import Fault, raise_all
 from opd.config.findings import Rule, Warning_
-from opd.config.formula import NEEDS, PROVIDES, formula
+from opd.config.formula import PROVIDES, formula, needs, temperatures
 from opd.config.load import LoadedRecipe
 from opd.config.schema import (
     EmaWeights,
@@ -60,7 +60,7 @@ def dry_run_summary(loaded: LoadedRecipe) -> Text:
         "student": _student(recipe.student),
         "teacher": f"{_teacher(recipe.teacher)}, shown {_context(recipe)}",
         "minimises": formula(recipe.loss),
-        "temperatures": f"rollout {recipe.rollout.temperature:g}, loss {recipe.loss.temperature:g}",
+        "temperatures": f"rollout {recipe.rollout.temperature:g}, loss {temperatures(recipe.loss)}",
         "data": _source(recipe.data.train),
         "budget": _budget(recipe),
         "evaluation": _evaluation(recipe),
@@ -129,4 +129,4 @@ def _evaluation(recipe: Recipe) -> str:
     return f"{_source(recipe.eval.data)}, {recipe.eval.num_samples} samples a problem at temperature {temperature:g}"
 
 
-__all__ = ["NEEDS", "PROVIDES", "Warning_", "check", "dry_run_summary", "formula"]
+__all__ = ["PROVIDES", "Warning_", "check", "dry_run_summary", "formula", "needs"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from opd.config.base import Config
 
@@ -41,10 +41,78 @@ class PerEntryClip(Config):
 ClipConfig = Annotated[NoClip | PerTokenClip | WeightClip | PerEntryClip, Field(discriminator="name")]
 
 
-# ---- divergences: need the teacher's whole distribution -------------------------------------------------------------
+# ---- where tokens count, and over which outcomes ---------------------------------------------------------------------
 
 
-class DivergenceConfig(Config):
+class EntropyGate(Config):
+    """Only positions whose entropy, in nats at the loss's temperature, lies in [min, max]."""
+
+    min: float = Field(default=0.0, ge=0)
+    max: float | None = Field(default=None, ge=0)
+
+
+class MaskConfig(Config):
+    """Which completion tokens are supervised; a token counts only when nothing here leaves it out.
+
+    `first: n` and `last: n` keep the n tokens at either end (both: the union). `skip_boundary` leaves out the first
+    token after the prompt, `skip_special_tokens` every special token but the stop token that ends the completion, and
+    `skip_whitespace` tokens that are nothing but white space. The entropy gates look at the distributions themselves.
+    """
+
+    first: int | None = Field(default=None, ge=1)
+    last: int | None = Field(default=None, ge=1)
+    skip_boundary: bool = False
+    skip_special_tokens: bool = False
+    skip_whitespace: bool = False
+    teacher_entropy: EntropyGate | None = None
+    student_entropy: EntropyGate | None = None
+
+
+class FullSupport(Config):
+    """Every token of the vocabulary."""
+
+    name: Literal["full"] = "full"
+
+
+class TopKSupport(Config):
+    """The `k` likeliest tokens of one side, or of either (`union`).
+
+    `tail: bucket` keeps the remaining mass of each side as one more outcome; `renormalize` scales what is kept to one.
+    """
+
+    name: Literal["top_k"]
+    k: int = Field(ge=1)
+    of: Literal["teacher", "student", "union"] = "teacher"
+    tail: Literal["renormalize", "bucket"] = "bucket"
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TopKSupport:
+        if self.k == 1 and self.tail == "renormalize":
+            raise ValueError(
+                "k = 1 with tail: renormalize puts all of both sides' mass on one token, so the loss is identically "
+                "zero; use tail: bucket, or a larger k"
+            )
+        return self
+
+
+SupportConfig = Annotated[FullSupport | TopKSupport, Field(discriminator="name")]
+
+
+class BaseLossConfig(Config):
+    """What all losses share.
+
+    `reduction: token` averages over the supervised tokens of the global batch; `sequence` over its completions, each of
+    which is the mean over its own supervised tokens.
+    """
+
+    mask: MaskConfig = MaskConfig()
+    reduction: Literal["token", "sequence"] = "token"
+
+
+# ---- divergences: need the teacher's distribution --------------------------------------------------------------------
+
+
+class DivergenceConfig(BaseLossConfig):
     """What the divergences share.
 
     `temperature` divides the logits of both sides, whatever the rollout was sampled at.
@@ -54,6 +122,7 @@ class DivergenceConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     scale_by_temperature_squared: bool = False
     clip: ClipConfig = NoClip()
+    support: SupportConfig = FullSupport()
 
 
 class ForwardKLConfig(DivergenceConfig):
@@ -75,6 +144,57 @@ class JSDConfig(DivergenceConfig):
     teacher_weight: float = 0.5
 
 
+class SkewKLConfig(DivergenceConfig):
+    """KL(teacher‖alpha * teacher + (1 - alpha) * student), the skew KL of DistiLLM (arXiv 2402.03898)."""
+
+    name: Literal["skew_kl"]
+    alpha: float = Field(default=0.1, ge=0, lt=1)
+
+
+class SkewReverseKLConfig(DivergenceConfig):
+    """KL(student‖(1 - alpha) * teacher + alpha * student), the skew reverse KL of DistiLLM-2 (arXiv 2503.07067)."""
+
+    name: Literal["skew_reverse_kl"]
+    alpha: float = Field(default=0.1, ge=0, lt=1)
+
+
+class AdaptiveKLConfig(DivergenceConfig):
+    """Forward and reverse KL, weighted by where the two sides differ: AKL (arXiv 2404.02657).
+
+    The teacher's likeliest tokens whose mass reaches `head_mass` are the head, the others the tail. Forward KL weighs
+    as much as the distance |p - q| over the head, reverse KL as much as that over the tail.
+    """
+
+    name: Literal["adaptive_kl"]
+    head_mass: float = Field(default=0.5, gt=0, lt=1)
+
+
+class EntropyAwareConfig(DivergenceConfig):
+    """Reverse KL, plus forward KL where the teacher's entropy is above `threshold` nats: EOPD (arXiv 2603.07079)."""
+
+    name: Literal["entropy_aware"]
+    threshold: float = Field(default=0.8, ge=0)
+    forward_weight: float = Field(default=1.0, gt=0)
+
+
+class TVDConfig(DivergenceConfig):
+    """Total variation distance, half the sum of |teacher - student| (f-distill, arXiv 2307.15190)."""
+
+    name: Literal["tvd"]
+
+
+AnyDivergenceConfig = (
+    ForwardKLConfig
+    | ReverseKLConfig
+    | JSDConfig
+    | SkewKLConfig
+    | SkewReverseKLConfig
+    | AdaptiveKLConfig
+    | EntropyAwareConfig
+    | TVDConfig
+)
+
+
 # ---- sampled tokens: need the teacher's log-probability of the sampled token alone -----------------------------------
 
 
@@ -84,20 +204,47 @@ class ImportanceConfig(Config):
     clip: float = Field(gt=0)
 
 
-class SampledReverseKLConfig(Config):
+class SampledReverseKLConfig(BaseLossConfig):
     """-A_t log q(y_t) with A_t = log p(y_t) - log q(y_t) detached: the sampled-token reverse KL of Thinking Machines.
 
     `discount` adds the later tokens of the same sequence: A_t + discount * A_(t+1) + discount^2 * A_(t+2) ...
-    `max_advantage` then bounds the size of the result. `importance` corrects for a sampler that was not the student.
+    `group_baseline` subtracts the mean of the same over the other completions of the same problem. `max_advantage` then
+    bounds the size of the result. `importance` corrects for a sampler that was not the student.
     """
 
     name: Literal["sampled_reverse_kl"]
     temperature: float = Field(default=1.0, gt=0)
     importance: ImportanceConfig | None = None
     discount: float = Field(default=0.0, ge=0, le=1)
+    group_baseline: bool = False
     max_advantage: float | None = Field(default=None, gt=0)
 
 
+class SFTConfig(BaseLossConfig):
+    """Cross-entropy -log q(y_t) of given tokens; in a recipe, a part of a mix, on the problems' own solutions."""
+
+    name: Literal["sft"]
+
+
+# ---- mixes -----------------------------------------------------------------------------------------------------------
+
+PartConfig = Annotated[AnyDivergenceConfig | SampledReverseKLConfig | SFTConfig, Field(discriminator="name")]
+
+
+class MixPart(Config):
+    """One loss of a mix, and what it is multiplied with."""
+
+    loss: PartConfig
+    weight: float = Field(gt=0)
+
+
+class MixConfig(BaseLossConfig):
+    """The weighted sum of several losses on the same tokens. Mask and reduction are the mix's own."""
+
+    name: Literal["mix"]
+    parts: tuple[MixPart, ...] = Field(min_length=1)
+
+
 LossConfig = Annotated[
-    ForwardKLConfig | ReverseKLConfig | JSDConfig | SampledReverseKLConfig, Field(discriminator="name")
+    AnyDivergenceConfig | SampledReverseKLConfig | SFTConfig | MixConfig, Field(discriminator="name")
 ]

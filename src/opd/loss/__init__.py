@@ -5,34 +5,51 @@
     tokens.values      # [N] nats, differentiable
     tokens.metrics     # [N] each, detached
 
-p is the teacher's distribution and q the student's, everywhere. To add a divergence: a function in `divergence.py`, its
-config in `opd.config.loss`, and a line in `LOSSES`.
+p is the teacher's distribution and q the student's, everywhere. To add a divergence: a function and a line in
+`DIVERGENCES` of `divergence.py`, and its config in `opd.config.loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from opd.config.loss import LossConfig
+from opd.config.loss import LossConfig, MixConfig
 from opd.errors import OpdError
 from opd.loss.base import Loss, RolloutTokens
-from opd.loss.divergence import DivergenceLoss, forward_kl, jsd_loss, reverse_kl
-from opd.loss.head import Head
-from opd.loss.sampled import SampledReverseKL, token_logp
+from opd.loss.distance import DivergenceLoss
+from opd.loss.divergence import DIVERGENCES
+from opd.loss.head import Head, LowRank
+from opd.loss.mix import MixLoss
+from opd.loss.sampled import CrossEntropy, SampledReverseKL, token_logp
 from opd.types import Full, Sampled, TokenLoss, TopK
 
-__all__ = ["Full", "Head", "Loss", "RolloutTokens", "Sampled", "TokenLoss", "TopK", "build", "token_logp"]
+__all__ = [
+    "Full",
+    "Head",
+    "Loss",
+    "LowRank",
+    "RolloutTokens",
+    "Sampled",
+    "TokenLoss",
+    "TopK",
+    "build",
+    "token_logp",
+]
+
+
+def _mix(config: MixConfig, chunk_bytes: int | None) -> Loss:
+    return MixLoss(config, [LOSSES[part.loss.name](part.loss, chunk_bytes) for part in config.parts], chunk_bytes)
+
 
 # name in a recipe -> (config, chunk_bytes) -> Loss
 LOSSES: dict[str, Callable[[Any, int | None], Loss]] = {
-    "forward_kl": partial(DivergenceLoss, forward_kl),
-    "reverse_kl": partial(DivergenceLoss, reverse_kl),
-    "jsd": jsd_loss,
+    **dict.fromkeys(DIVERGENCES, DivergenceLoss),
     "sampled_reverse_kl": SampledReverseKL,
+    "sft": CrossEntropy,
+    "mix": _mix,
 }
 
 
@@ -41,7 +58,7 @@ def build(config: Mapping[str, Any] | LossConfig, *, chunk_bytes: int | None = N
 
     Args:
         config: a loss config, or the mapping that a recipe holds under ``loss``.
-        chunk_bytes: memory of one buffer of logits [rows, V]; five exist at a time. None chooses by device.
+        chunk_bytes: memory of the logits that exist at a time, both models together. None chooses by device.
 
     Raises:
         OpdError: an unknown name or key, or a value out of range (NaN included).

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from opd.config.formula import formula
-from opd.config.loss import LossConfig
+from opd.config.loss import DivergenceConfig, FullSupport, LossConfig, SupportConfig, TopKSupport
 from opd.errors import OpdError
+from opd.loss.chunked import Objective, rowwise
 from opd.loss.head import Head
-from opd.types import Full, TeacherScores, TokenLoss
+from opd.types import Full, TeacherScores, TokenLoss, TopK
 
-Needs = Literal["full", "sampled"]
+Needs = Literal["full", "sampled", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,14 @@ class RolloutTokens:
         behavior_logp_N: [N] nats, its log-probability when it was sampled; needed by `importance`.
         sequence_N: [N] int64, which completion it belongs to; needed by `discount`. The rows of one completion stand
             together and in order.
+        baseline_N: [N] nats, what is subtracted from its advantage; needed by `group_baseline`, and made over the whole
+            batch by `opd.loss.sampled.group_baseline`.
     """
 
     ids_N: Tensor
     behavior_logp_N: Tensor | None = None
     sequence_N: Tensor | None = None
+    baseline_N: Tensor | None = None
 
 
 class Loss(ABC):
@@ -42,15 +46,16 @@ class Loss(ABC):
 
     Attributes:
         name: as in a recipe.
-        needs: how much of the teacher's distribution it takes: ``"full"`` or ``"sampled"``.
+        needs: how much of the teacher's distribution it takes: ``"full"``, ``"sampled"`` or ``"nothing"``.
         formula: the quantity that is minimised, as text for a run to print.
     """
 
-    needs: ClassVar[Needs]
+    needs: Needs
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, config: LossConfig, chunk_bytes: int | None = None) -> None:
         self.name: str = config.name
         self.formula = formula(config)
+        self._chunk_bytes = chunk_bytes
 
     def tokens(
         self, student_logits_NV: Float[Tensor, "N V"], teacher: TeacherScores, rollout: RolloutTokens | None = None
@@ -93,22 +98,51 @@ class Loss(ABC):
     ) -> TokenLoss: ...
 
 
+class RowLoss(Loss):
+    """A loss whose value at a row depends on nothing but that row: an `Objective` of the kernel."""
+
+    @abstractmethod
+    def objective(
+        self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
+    ) -> Objective:
+        """Value and gradient of a chunk of rows.
+
+        Raises:
+            OpdError: as for `tokens`.
+        """
+
+    def _rows(
+        self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
+    ) -> TokenLoss:
+        objective = self.objective(hidden_ND, head, teacher, rollout)
+        return rowwise(objective, hidden_ND, head, self._chunk_bytes)
+
+
 def vocabulary(hidden_ND: Float[Tensor, "N D"], head: Head | None) -> int:
     """How many outcomes the rows have: those of the head, or the width of the logits when there is none."""
     return hidden_ND.shape[-1] if head is None else head.num_tokens
 
 
-def check_full(name: str, hidden_ND: Float[Tensor, "N D"], head: Head | None, teacher: TeacherScores) -> Full:
+def check_full(
+    name: str,
+    hidden_ND: Float[Tensor, "N D"],
+    head: Head | None,
+    teacher: TeacherScores,
+    support: SupportConfig | None = None,
+) -> Full:
     """`teacher` as `Full`, with the same rows and the same vocabulary as the student.
 
     Raises:
-        OpdError: it is not.
+        OpdError: it is not, or the support has more tokens than the vocabulary.
     """
     if not isinstance(teacher, Full):
+        fix = "use a teacher that provides Full, or loss.name: sampled_reverse_kl with one that provides Sampled"
+        if isinstance(teacher, TopK):
+            fix = "use a teacher that provides Full, or loss.support: {name: top_k, of: teacher, k: ...}"
         raise OpdError(
             f"{name} cannot be computed from these teacher scores.",
             why=f"it needs the teacher's whole distribution (Full), and {type(teacher).__name__} was given",
-            fix="use a teacher that provides Full, or loss.name: sampled_reverse_kl with one that provides Sampled",
+            fix=fix,
         )
     check_rows(name, hidden_ND.shape[0], teacher.hidden_ND.shape[0])
     num_student, num_teacher = vocabulary(hidden_ND, head), vocabulary(teacher.hidden_ND, teacher.head)
@@ -118,6 +152,46 @@ def check_full(name: str, hidden_ND: Float[Tensor, "N D"], head: Head | None, te
             why=f"the student has {num_student} outcomes and the teacher {num_teacher}",
             fix="cut both heads at the size of their tokenizer: Head.from_model(model, vocab_size=len(tokenizer))",
         )
+    if isinstance(support, TopKSupport) and support.k > num_student:
+        raise OpdError(
+            f"{name} cannot keep the {support.k} likeliest tokens.",
+            why=f"loss.support.k is {support.k} and the vocabulary has {num_student} tokens",
+            fix="loss.support.name=full, or a smaller loss.support.k",
+        )
+    return teacher
+
+
+def check_top_k(
+    name: str, hidden_ND: Float[Tensor, "N D"], head: Head | None, teacher: TopK, config: DivergenceConfig
+) -> TopK:
+    """`teacher`, if its likeliest tokens are all that this config asks for.
+
+    Raises:
+        OpdError: they are not, or rows, ids or shapes do not fit.
+    """
+    support = config.support
+    assert not isinstance(support, FullSupport)
+    missing = None
+    if support.of != "teacher":
+        missing = f"loss.support.of is {support.of}, whose tokens the teacher did not score"
+    elif config.mask.teacher_entropy is not None:
+        missing = "loss.mask.teacher_entropy needs the entropy of the whole distribution"
+    elif support.k > teacher.ids_NK.shape[-1]:
+        missing = f"loss.support.k is {support.k} and the teacher gave {teacher.ids_NK.shape[-1]} tokens a position"
+    if missing is not None:
+        raise OpdError(
+            f"{name} cannot be computed from the teacher's likeliest tokens.",
+            why=missing,
+            fix="use a teacher that provides Full, or loss.support: {name: top_k, of: teacher} with a k that it gives",
+        )
+    if teacher.ids_NK.shape != teacher.logp_NK.shape:
+        raise OpdError(
+            f"{name} got TopK scores that do not fit together.",
+            why=f"ids have shape {tuple(teacher.ids_NK.shape)} and log-probabilities {tuple(teacher.logp_NK.shape)}",
+            fix="pass ids_NK and logp_NK of the same shape [N, K]",
+        )
+    check_rows(name, hidden_ND.shape[0], teacher.ids_NK.shape[0])
+    check_ids(name, teacher.ids_NK, vocabulary(hidden_ND, head))
     return teacher
 
 
@@ -131,7 +205,7 @@ def check_rows(name: str, num_student: int, num_other: int) -> None:
         )
 
 
-def check_ids(name: str, ids_N: Int[Tensor, " N"], num_tokens: int) -> None:
+def check_ids(name: str, ids_N: Int[Tensor, "*N"], num_tokens: int) -> None:
     """Raise OpdError unless every id is below `num_tokens`."""
     if ids_N.numel() and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < num_tokens:
         raise OpdError(

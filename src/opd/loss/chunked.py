@@ -2,14 +2,16 @@
 
 The value of a row depends on that row's hidden state alone. So d(value_n)/d(hidden_n) is known as soon as the row's
 logits are, and the backward pass of a frozen head is one multiplication with the upstream gradient. Per chunk there are
-three products (student logits, teacher logits, gradient with the weight) and nothing of size [N, V] exists.
+three products (student logits, teacher logits, gradient with the weight) and nothing of size [N, V] exists. A head that
+trains adds the product for its own gradient, formed in the same pass for an upstream gradient that is the same for all
+rows (what a mean over tokens gives); for any other, the backward pass makes the logits once more.
 
-Tensor suffixes: N supervised tokens (of the batch or of a chunk), V vocabulary, D hidden size.
+Tensor suffixes: N supervised tokens (of the batch or of a chunk), V vocabulary, v a tile of it, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,54 +21,70 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from opd.loss.head import Head, statistics_dtype
-from opd.types import TokenLoss
+from opd.loss.logits import Logits, Scratch, storage_dtype
+from opd.types import Full, TokenLoss
 
-# One buffer of logits; an objective holds five. More rows a chunk read the weights fewer times.
-_CHUNK_BYTES = {"cpu": 48 * 2**20}
-_CHUNK_BYTES_DEVICE = 256 * 2**20
-
-
-class Buffers:
-    """[rows, V] buffers by name, made when first asked for and used again by every later chunk.
-
-    Tensors made anew for every chunk would cost as much as the arithmetic on them: memory this large is given back to
-    the system at each free, and taken page by page at each use.
-    """
-
-    def __init__(self, num_rows: int, num_tokens: int, like: Tensor) -> None:
-        self._shape = (num_rows, num_tokens)
-        self._like = like
-        self._made: dict[str, Tensor] = {}
-
-    def take(self, name: str, num_rows: int) -> Tensor:
-        """The first `num_rows` rows of a buffer, uninitialised; the same memory for the same name."""
-        if name not in self._made:
-            self._made[name] = torch.empty(self._shape, dtype=statistics_dtype(self._like), device=self._like.device)
-        return self._made[name][:num_rows]
+# Memory of the logits of both models together, and of one buffer for a tile of the vocabulary. On a CPU a tile stays in
+# the cache; on other devices it is as large as launches make worth while.
+_CHUNK_BYTES, _CHUNK_BYTES_DEVICE = 128 * 2**20, 1024 * 2**20
+_TILE_BYTES, _TILE_BYTES_DEVICE = 2 * 2**20, 128 * 2**20
+_ROWS = 16
 
 
 @dataclass(frozen=True)
-class RowTerms:
+class Terms:
     """What an objective says about a chunk of rows.
 
     Args:
         values_N: [N] nats.
-        grad_NV: [N, V] d(value_n)/d(logits_n).
+        gradient: vocabulary tile -> [N, v] d(value_n)/d(logits_n), in a buffer that the next tile may overwrite. Asked
+            for every tile, in order.
         metrics: [N] tensors by name.
+        gradient_metrics: read when all tiles have been asked for -> further metrics; None when the gradient itself is
+            not looked at.
     """
 
     values_N: Tensor
-    grad_NV: Tensor
+    gradient: Callable[[slice], Tensor]
     metrics: Mapping[str, Tensor]
+    gradient_metrics: Callable[[], Mapping[str, Tensor]] | None = None
 
 
-# (logits_NV, rows, buffers) -> RowTerms. The objective owns the logits and may overwrite them; `rows` are the chunk's
-# places in the batch, with which it finds the teacher's rows; what it returns is used up before the next chunk.
-RowObjective = Callable[[Tensor, slice, Buffers], RowTerms]
+class Chunk:
+    """A chunk of rows on its way through an objective.
+
+    Args:
+        rows: the chunk's places in the batch, with which an objective finds the teacher's rows.
+        student: its logits.
+    """
+
+    def __init__(self, rows: slice, student: Logits, storage: _Storage) -> None:
+        self.rows, self.student = rows, student
+        self._storage = storage
+        self._teacher: tuple[Full, Logits] | None = None
+
+    def teacher(self, scores: Full) -> Logits:
+        """The teacher's logits of the same rows, computed once for all who ask."""
+        if self._teacher is None or self._teacher[0] is not scores:
+            hidden_ND = scores.hidden_ND[self.rows]
+            inputs = (hidden_ND,) if scores.head is None else scores.head.inputs(hidden_ND)
+            dtype = storage_dtype(scores.head, hidden_ND)
+            logits = self._storage.logits("teacher", self.student.num_tokens, self.student.num_rows, dtype)
+            self._teacher = scores, logits.fill(inputs, scores.head)
+        return self._teacher[1]
+
+
+# The objective owns the chunk's logits until its gradient has been asked for all tiles.
+Objective = Callable[[Chunk], Terms]
 
 
 def rowwise(
-    objective: RowObjective, hidden_ND: Float[Tensor, "N D"], head: Head | None, chunk_bytes: int | None = None
+    objective: Objective,
+    hidden_ND: Float[Tensor, "N D"],
+    head: Head | None,
+    chunk_bytes: int | None = None,
+    *,
+    uniform: bool = True,
 ) -> TokenLoss:
     """Evaluate an objective on every row of ``head.logits(hidden)``, differentiable in hidden states and head.
 
@@ -74,77 +92,114 @@ def rowwise(
         objective: value and gradient of a chunk of rows.
         hidden_ND: [N, D] hidden states, or [N, V] logits when there is no head.
         head: the output head, or None.
-        chunk_bytes: size of one buffer of logits; sets how many rows go together. None chooses by device.
+        chunk_bytes: memory of the logits of a chunk, both models together; sets how many rows go together. None
+            chooses by device.
+        uniform: whether to expect the same upstream gradient for all rows; if not, the gradient of a head that trains
+            is left to the backward pass. The result is the same.
 
     Returns:
         Values [N] in float32 (float64 for float64 inputs) and detached metrics [N].
     """
-    num_tokens = hidden_ND.shape[-1] if head is None else head.num_tokens
-    itemsize = statistics_dtype(hidden_ND if head is None else head.weight).itemsize
-    budget = chunk_bytes or _CHUNK_BYTES.get(hidden_ND.device.type, _CHUNK_BYTES_DEVICE)
-    num_rows = max(1, min(budget // (num_tokens * itemsize), hidden_ND.shape[0]))
     metrics: dict[str, Tensor] = {}
-    # The weight is an input only so that autograd asks for its gradient; the head computes with the same tensor.
-    weight, bias = (None, None) if head is None else (head.weight_VD, head.bias_V)
-    values_N: Any = _Rowwise.apply(hidden_ND, weight, bias, _Rows(objective, head, num_rows), metrics)
+    inputs = (hidden_ND,) if head is None else head.inputs(hidden_ND)
+    rows = _Rows(objective, head, chunk_bytes, uniform)
+    # The weights are inputs only so that autograd asks for their gradient; the head computes with the same tensors.
+    weights = () if head is None else head.factors
+    values_N: Any = _Rowwise.apply(rows, metrics, len(inputs), None if head is None else head.bias_V, *inputs, *weights)
     return TokenLoss(values_N, metrics)
+
+
+class _Storage:
+    """Memory that chunk after chunk uses: the logits of both models and the buffers of a tile."""
+
+    def __init__(self, max_rows: int, num_tokens: int, like: Tensor) -> None:
+        self._like, self._size = like, max_rows * num_tokens
+        self._made: dict[tuple[str, torch.dtype], Tensor] = {}
+        dtype = statistics_dtype(like)
+        tile_bytes = _TILE_BYTES if like.device.type == "cpu" else _TILE_BYTES_DEVICE
+        tile_size = max(1, min(num_tokens, tile_bytes // (max_rows * dtype.itemsize)))
+        tile_size = tile_size - tile_size % 64 if tile_size > 64 else tile_size
+        self._scratch = Scratch(max_rows, tile_size, dtype, like.device)
+
+    def logits(self, name: str, num_tokens: int, num_rows: int, dtype: torch.dtype) -> Logits:
+        if (name, dtype) not in self._made:
+            self._made[name, dtype] = torch.empty(self._size, dtype=dtype, device=self._like.device)
+        storage = self._made[name, dtype][: num_tokens * num_rows].view(num_tokens, num_rows)
+        return Logits(storage, self._scratch)
 
 
 @dataclass(frozen=True)
 class _Rows:
     """The chunks of a batch: terms with respect to the product hidden @ weight.T + bias."""
 
-    objective: RowObjective
+    objective: Objective
     head: Head | None
-    num_rows: int
+    chunk_bytes: int | None
+    uniform: bool
 
-    def chunks(self, hidden_ND: Tensor) -> Iterator[tuple[slice, RowTerms]]:
+    def chunks(self, inputs: Sequence[Tensor], *, gradient: bool) -> Iterator[tuple[slice, Terms, Tensor]]:
+        """Each chunk's rows, terms and storage [V, N], which holds the gradient if it was asked for."""
+        hidden_ND, head = inputs[0], self.head
         num_rows = hidden_ND.shape[0]
-        if self.head is None:
-            buffers = Buffers(self.num_rows, hidden_ND.shape[1], hidden_ND)
-        else:
-            buffers = Buffers(self.num_rows, self.head.num_tokens, self.head.weight)
+        num_tokens = hidden_ND.shape[1] if head is None else head.num_tokens
+        dtype = storage_dtype(head, hidden_ND)
+        size = self._chunk_rows(num_rows, num_tokens * dtype.itemsize, hidden_ND.device)
+        storage = _Storage(size, num_tokens, hidden_ND if head is None else head.weight)
         # At least one chunk, so that an empty batch has its (empty) metrics too.
-        for start in range(0, max(1, num_rows), self.num_rows):
-            rows = slice(start, min(start + self.num_rows, num_rows))
-            logits_NV = buffers.take("student", rows.stop - rows.start)
-            if self.head is None:
-                yield rows, self.objective(logits_NV.copy_(hidden_ND[rows]), rows, buffers)
-                continue
-            self.head.logits(hidden_ND[rows], out=logits_NV)
-            slope = self.head.slope(logits_NV)  # before the objective overwrites the logits
-            terms = self.objective(logits_NV, rows, buffers)
-            if isinstance(slope, Tensor) or slope != 1.0:
-                terms.grad_NV.mul_(slope)
-            yield rows, terms
+        for start in range(0, max(1, num_rows), size):
+            rows = slice(start, min(start + size, num_rows))
+            student = storage.logits("student", num_tokens, rows.stop - rows.start, dtype)
+            student.fill([x_ND[rows] for x_ND in inputs], head)
+            terms = self.objective(Chunk(rows, student, storage))
+            for tile in student.tiles() if gradient or terms.gradient_metrics else ():
+                grad_Nv = terms.gradient(tile)
+                if head is not None and (head.softcap is not None or head.scale != 1.0):
+                    grad_Nv = grad_Nv.mul_(head.slope(student.scaled(tile, 1.0, "z")))
+                student.storage_VN[tile].copy_(grad_Nv.T)
+            yield rows, terms, student.storage_VN
+
+    def _chunk_rows(self, num_rows: int, row_bytes: int, device: torch.device) -> int:
+        budget = self.chunk_bytes or (_CHUNK_BYTES if device.type == "cpu" else _CHUNK_BYTES_DEVICE)
+        most = max(1, min(budget // (2 * row_bytes), num_rows))
+        # Products run best over full registers: multiples of 16 rows.
+        return most - most % _ROWS if most > _ROWS else most
 
 
 class _Rowwise(torch.autograd.Function):
-    """d(values)/d(hidden) is worked out in the forward; d(weight) in the backward, from logits made once more."""
+    """d(values)/d(inputs) and, for a uniform upstream gradient, d/d(weights) are worked out in the forward."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor | None,
-        bias_V: Tensor | None,
         rows: _Rows,
         metrics: dict[str, Tensor],
+        num_inputs: int,
+        bias_V: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
+        inputs, weights = tensors[:num_inputs], tensors[num_inputs:]
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        needs_inputs, needs_weights = needs[4 : 4 + num_inputs], needs[4 + num_inputs :]
+        slopes = [torch.empty_like(x_ND) if need else None for x_ND, need in zip(inputs, needs_inputs, strict=True)]
+        heads = None
+        if rows.uniform and (any(needs_weights) or needs[3]):
+            heads = _HeadGradient(weights, needs_weights, bias_V if needs[3] else None)
         values = list[Tensor]()
         parts: dict[str, list[Tensor]] = {}
-        slope_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            for chunk, terms in rows.chunks(hidden_ND):
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            for chunk, terms, grad_VN in rows.chunks(inputs, gradient=any(needs)):
                 values.append(terms.values_N)
-                for name, metric_N in terms.metrics.items():
+                measured = terms.gradient_metrics() if terms.gradient_metrics else {}
+                for name, metric_N in {**terms.metrics, **measured}.items():
                     parts.setdefault(name, []).append(metric_N)
-                if slope_ND is not None:
-                    grad = terms.grad_NV
-                    slope_ND[chunk] = grad if weight_VD is None else grad.to(weight_VD.dtype) @ weight_VD
+                for number, slope_ND in enumerate(slopes):
+                    if slope_ND is not None:
+                        slope_ND[chunk] = _back(grad_VN, weights[number] if weights else None)
+                if heads is not None:
+                    heads.add(grad_VN, [x_ND[chunk] for x_ND in inputs])
         metrics.update({name: torch.cat(part) for name, part in parts.items()})
-        ctx.rows = rows
-        ctx.save_for_backward(slope_ND, hidden_ND, weight_VD, bias_V)
+        ctx.rows, ctx.num_inputs, ctx.heads = rows, num_inputs, heads
+        ctx.save_for_backward(bias_V, *tensors, *slopes)
         return torch.cat(values)
 
     @staticmethod
@@ -153,38 +208,74 @@ class _Rowwise(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         (upstream_N,) = grad_outputs
-        slope_ND, hidden_ND, weight_VD, bias_V = ctx.saved_tensors
+        bias_V, *saved = ctx.saved_tensors
+        num_inputs: int = ctx.num_inputs
+        num_weights = len(saved) - 2 * num_inputs
+        inputs, weights = saved[:num_inputs], saved[num_inputs : num_inputs + num_weights]
+        slopes = saved[num_inputs + num_weights :]
+        needs: tuple[bool, ...] = ctx.needs_input_grad
         # A row that nobody asked about has no gradient, even where its own is NaN: 0 times NaN would be NaN.
         unused_N1 = (upstream_N == 0)[:, None]
-        d_hidden_ND = d_weight_VD = d_bias_V = None
-        if ctx.needs_input_grad[0]:
-            d_hidden_ND = (upstream_N[:, None] * slope_ND).masked_fill_(unused_N1, 0).to(hidden_ND.dtype)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            d_weight_VD, d_bias_V = _head_gradient(ctx.rows, upstream_N, unused_N1, hidden_ND, weight_VD)
-        return (
-            d_hidden_ND,
-            d_weight_VD if ctx.needs_input_grad[1] else None,
-            d_bias_V.to(bias_V.dtype) if d_bias_V is not None and ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
-
-
-def _head_gradient(
-    rows: _Rows, upstream_N: Tensor, unused_N1: Tensor, hidden_ND: Tensor, weight_VD: Tensor
-) -> tuple[Tensor, Tensor]:
-    """d(weight) and d(bias), summed over chunks in float32."""
-    dtype = statistics_dtype(weight_VD)
-    d_weight_VD = torch.zeros_like(weight_VD, dtype=dtype)
-    d_bias_V = torch.zeros(weight_VD.shape[0], dtype=dtype, device=weight_VD.device)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        for chunk, terms in rows.chunks(hidden_ND):
-            grad_NV = terms.grad_NV.mul_(upstream_N[chunk, None]).masked_fill_(unused_N1[chunk], 0)
-            # An unused row's hidden state may be NaN as well, and meets its zero gradient in the product below.
-            chunk_ND = hidden_ND[chunk].masked_fill(unused_N1[chunk], 0).to(weight_VD.dtype)
-            if dtype == weight_VD.dtype:
-                d_weight_VD.addmm_(grad_NV.T, chunk_ND)
+        d_inputs = [
+            None if slope is None else (upstream_N[:, None] * slope).masked_fill_(unused_N1, 0).to(x_ND.dtype)
+            for slope, x_ND in zip(slopes, inputs, strict=True)
+        ]
+        d_weights: list[Tensor | None] = [None] * num_weights
+        d_bias_V = None
+        if needs[3] or any(needs[4 + num_inputs :]):
+            heads: _HeadGradient | None = ctx.heads
+            ctx.heads = None
+            if heads is not None and upstream_N.numel() and bool((upstream_N == upstream_N[0]).all()):
+                heads.scale(upstream_N[0])
             else:
-                d_weight_VD.add_(grad_NV.T.to(weight_VD.dtype) @ chunk_ND)
-            d_bias_V.add_(grad_NV.sum(0))
-    return d_weight_VD.to(weight_VD.dtype), d_bias_V
+                heads = _HeadGradient(weights, needs[4 + num_inputs :], bias_V if needs[3] else None)
+                with torch.autocast(upstream_N.device.type, enabled=False):
+                    for chunk, _terms, grad_VN in ctx.rows.chunks(inputs, gradient=True):
+                        grad_VN.mul_(upstream_N[chunk]).masked_fill_(unused_N1[chunk].T, 0)
+                        # An unused row's input may be NaN as well, and meets its zero gradient in the product.
+                        heads.add(grad_VN, [x_ND[chunk].masked_fill(unused_N1[chunk], 0) for x_ND in inputs])
+            d_weights, d_bias_V = heads.results()
+        return (None, None, None, d_bias_V, *d_inputs, *d_weights)
+
+
+def _back(grad_VN: Tensor, weight_VD: Tensor | None) -> Tensor:
+    """[N, D]: the gradient with respect to the factor's input; the product as [D, N], which is faster for few rows."""
+    if weight_VD is None:
+        return grad_VN.T
+    return torch.mm(weight_VD.T, grad_VN.to(weight_VD.dtype)).T
+
+
+class _HeadGradient:
+    """Gradients of the head's factors and bias, summed over chunks in float32."""
+
+    def __init__(self, weights: Sequence[Tensor], needed: Sequence[bool], bias_V: Tensor | None) -> None:
+        self._weights, self._bias_V = weights, bias_V
+        self._sums = [
+            torch.zeros_like(weight, dtype=statistics_dtype(weight)) if need else None
+            for weight, need in zip(weights, needed, strict=True)
+        ]
+        self._bias_sum = None if bias_V is None else torch.zeros_like(bias_V, dtype=statistics_dtype(bias_V))
+
+    def add(self, grad_VN: Tensor, inputs: Sequence[Tensor]) -> None:
+        for total_VD, weight_VD, x_ND in zip(self._sums, self._weights, inputs, strict=True):
+            if total_VD is None:
+                continue
+            if total_VD.dtype == weight_VD.dtype == grad_VN.dtype:
+                total_VD.addmm_(grad_VN, x_ND.to(total_VD.dtype))
+            else:
+                total_VD.add_(torch.mm(grad_VN.to(weight_VD.dtype), x_ND.to(weight_VD.dtype)))
+        if self._bias_sum is not None:
+            self._bias_sum.add_(grad_VN.sum(1, dtype=self._bias_sum.dtype))
+
+    def scale(self, factor: Tensor) -> None:
+        for total in (*self._sums, self._bias_sum):
+            if total is not None:
+                total.mul_(factor)
+
+    def results(self) -> tuple[list[Tensor | None], Tensor | None]:
+        weights = [
+            None if total is None else total.to(weight.dtype)
+            for total, weight in zip(self._sums, self._weights, strict=True)
+        ]
+        bias = None if self._bias_sum is None or self._bias_V is None else self._bias_sum.to(self._bias_V.dtype)
+        return weights, bias

@@ -27,8 +27,23 @@ _PROBE_SHAPE_BT = (2, 8)
 
 
 @dataclass(frozen=True, eq=False)
+class LowRank:
+    """A low-rank addition to a head's product: scale · (hidden @ down.T) @ up.T (LoRA, arXiv 2106.09685).
+
+    Args:
+        down: [r, D].
+        up: [rows, r].
+        scale: LoRA's alpha / r.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
 class Head:
-    """logits = softcap · tanh(scale · (hidden @ weight.T + bias) / softcap), the softcap only where there is one.
+    """logits = softcap · tanh(scale · (hidden @ weight.T + low rank + bias) / softcap), the softcap where there is one.
 
     The tensors are the model's own, not copies: the head follows the model as it trains.
 
@@ -38,6 +53,7 @@ class Head:
         scale: what the product is multiplied with (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
         softcap: Gemma's ``final_logit_softcapping``, or None.
         vocab_size: rows at or past it do not exist for this head (padding of the embedding matrix); None keeps all.
+        low_rank: adapters on the head; each adds its product and receives its gradient.
 
     Raises:
         OpdError: a scale or softcap that is not a usable number, or a `vocab_size` larger than the matrix.
@@ -48,6 +64,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None
+    low_rank: tuple[LowRank, ...] = ()
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or self.scale == 0:
@@ -63,6 +80,11 @@ class Head:
         """V: outcomes that the head tells apart."""
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product with the weight is all there is."""
+        return self.bias is None and self.scale == 1.0 and self.softcap is None and not self.low_rank
+
     # Cut at use, not once: a slice made under no_grad would carry no gradient, and one made earlier would go stale.
     @property
     def weight_VD(self) -> Tensor:
@@ -74,31 +96,46 @@ class Head:
         """The entries of the bias that count, [V], or None."""
         return None if self.bias is None else self.bias[: self.num_tokens]
 
-    def logits(self, hidden_ND: Float[Tensor, "*N D"], out: Tensor | None = None) -> Float[Tensor, "*N V"]:
-        """Logits in float32 (float64 for a float64 weight); the product itself runs in the weight's dtype.
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """[V, D] the weight, and [V, r] for each adapter: the product is Σ inputs[i] @ factors[i].T."""
+        return (self.weight_VD, *(low.up[: self.num_tokens] for low in self.low_rank))
+
+    def inputs(self, hidden_ND: Float[Tensor, "*N D"]) -> tuple[Tensor, ...]:
+        """What meets each of `factors`: [N, D] the hidden states, and [N, r] for each adapter; differentiable."""
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            return (
+                hidden_ND,
+                *(hidden_ND.to(low.down.dtype) @ low.down.T * low.scale for low in self.low_rank),
+            )
+
+    def logits(self, hidden_ND: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
+        """Logits in float32 (float64 for a float64 weight), differentiable; products run in the weights' dtypes.
 
         Args:
             hidden_ND: [N, D] last hidden states, any number of leading dimensions.
-            out: [N, V] float32 to write into, then without a gradient and for [N, D] only; None makes a new tensor.
         """
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            hidden_ND = hidden_ND.to(self.weight.dtype)
-            if out is None:
-                logits = nn.functional.linear(hidden_ND, self.weight_VD, self.bias_V)
-                logits = logits.to(statistics_dtype(logits))
-            elif out.dtype != self.weight.dtype:
-                logits = out.copy_(nn.functional.linear(hidden_ND, self.weight_VD, self.bias_V))
-            else:
-                logits = torch.mm(hidden_ND, self.weight_VD.T, out=out)
-                logits = logits if self.bias_V is None else logits.add_(self.bias_V)
-            if self.softcap is not None:
-                logits = logits.mul_(self.scale / self.softcap)
-                # tanh's gradient needs its own result, which a product in place would overwrite.
-                return logits.tanh() * self.softcap if out is None else logits.tanh_().mul_(self.softcap)
-            return logits if self.scale == 1.0 else logits.mul_(self.scale)
+            dtype, logits = statistics_dtype(self.weight), torch.empty(0)
+            for number, (x_ND, factor_VD) in enumerate(zip(self.inputs(hidden_ND), self.factors, strict=True)):
+                product = nn.functional.linear(x_ND.to(factor_VD.dtype), factor_VD).to(dtype)
+                logits = logits + product if number else product
+            if self.bias_V is not None:
+                logits = logits + self.bias_V
+            logits = logits * self.scale if self.scale != 1.0 else logits
+            return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+    def finish(self, product_vN: Float[Tensor, "v N"], tile: slice) -> None:
+        """Turn a tile of the product, vocabulary-major, into logits in place: bias, scale, softcap."""
+        if self.bias is not None:
+            product_vN.add_(self.bias[tile, None])
+        if self.softcap is not None:
+            product_vN.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        elif self.scale != 1.0:
+            product_vN.mul_(self.scale)
 
     def slope(self, logits_NV: Float[Tensor, "N V"]) -> Tensor | float:
-        """d(logits)/d(hidden @ weight.T + bias): [N, V], or one number for all when there is no softcap."""
+        """d(logits)/d(product + bias): [N, V], or one number for all when there is no softcap."""
         if self.softcap is None:
             return self.scale
         return (logits_NV / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)

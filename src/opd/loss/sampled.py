@@ -1,23 +1,22 @@
-"""Objectives on the sampled tokens alone.
+"""Objectives on the sampled (or given) tokens alone.
 
-Tensor suffixes: N supervised tokens, V vocabulary, D hidden size.
+Tensor suffixes: N supervised tokens, V vocabulary, v a tile of it, D hidden size.
 """
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from opd.config.loss import SampledReverseKLConfig
+from opd.config.loss import SampledReverseKLConfig, SFTConfig
 from opd.errors import OpdError
-from opd.loss.base import Loss, Needs, RolloutTokens, check_full, check_ids, check_rows, vocabulary
-from opd.loss.chunked import Buffers, RowTerms, rowwise
-from opd.loss.divergence import log_softmax
+from opd.loss.base import Loss, Needs, RolloutTokens, RowLoss, check_full, check_ids, check_rows, vocabulary
+from opd.loss.chunked import Chunk, Objective, Terms, rowwise
+from opd.loss.gate import is_open
 from opd.loss.head import Head
-from opd.types import Sampled, TeacherScores, TokenLoss
+from opd.loss.logits import put
+from opd.types import Full, Sampled, TeacherScores, TokenLoss
 
 
 def token_logp(
@@ -39,26 +38,68 @@ def token_logp(
     Raises:
         OpdError: as many ids as rows were not given, or one lies outside the vocabulary.
     """
-    return _token_terms(hidden_ND, head, ids_N, temperature, chunk_bytes).values
+    objective = _token_objective(hidden_ND, head, ids_N, temperature)
+    return rowwise(objective, hidden_ND, head, chunk_bytes).values
 
 
-def _token_terms(
-    hidden_ND: Tensor, head: Head | None, ids_N: Tensor, temperature: float, chunk_bytes: int | None
-) -> TokenLoss:
-    """`token_logp`, with the student's entropy as a metric."""
+def _token_objective(hidden_ND: Tensor, head: Head | None, ids_N: Tensor, temperature: float) -> Objective:
+    """log q(y), with the student's entropy as a metric; d log q_y / dz_j = (1[j = y] − q_j) / τ."""
     check_rows("The log-probability of sampled tokens", hidden_ND.shape[0], ids_N.shape[0])
     check_ids("The log-probability of sampled tokens", ids_N, vocabulary(hidden_ND, head))
 
-    def objective(logits_NV: Tensor, rows: slice, buffers: Buffers) -> RowTerms:
-        ids_N1 = ids_N[rows, None]
-        log_q_NV, q_NV, entropy_N = log_softmax(logits_NV, temperature, buffers, "q")
-        values_N = log_q_NV.gather(-1, ids_N1)[:, 0]
-        grad_NV = q_NV.neg_()  # d log q_y / dz_j = (1[j = y] − q_j) / τ
-        grad_NV.scatter_add_(-1, ids_N1, torch.ones_like(ids_N1, dtype=grad_NV.dtype))
-        grad_NV = grad_NV if temperature == 1.0 else grad_NV.div_(temperature)
-        return RowTerms(values_N, grad_NV, {"entropy_student": entropy_N})
+    def objective(chunk: Chunk) -> Terms:
+        ids_N1, student = ids_N[chunk.rows, None], chunk.student
+        stats = student.stats(temperature)
+        values_N1 = student.at(ids_N1).div_(temperature) - stats.log_total
+        one = torch.ones_like(values_N1)
 
-    return rowwise(objective, hidden_ND, head, chunk_bytes)
+        def gradient(tile: slice) -> Tensor:
+            grad_Nv = student.log_prob(tile, temperature, "grad").exp_().neg_()
+            put(grad_Nv, student.scratch, "grad", ids_N1, tile, one, add=True)
+            return grad_Nv if temperature == 1.0 else grad_Nv.div_(temperature)
+
+        return Terms(values_N1[:, 0], gradient, {"entropy_student": stats.entropy[:, 0]})
+
+    return objective
+
+
+class CrossEntropy(RowLoss):
+    """−log q(y): supervised fine-tuning on the given tokens. It asks nothing of a teacher.
+
+    Metrics, [N] each: ``sft``, the value; ``entropy_student``.
+    """
+
+    needs: Needs = "nothing"
+
+    def __init__(self, config: SFTConfig, chunk_bytes: int | None = None) -> None:
+        super().__init__(config, chunk_bytes)
+        self.config = config
+
+    def objective(
+        self, hidden_ND: Tensor, head: Head | None, _teacher: TeacherScores, rollout: RolloutTokens | None, /
+    ) -> Objective:
+        """Value and gradient of a chunk of rows."""
+        if rollout is None:
+            raise _missing(self.name, "the given tokens", "rollout=RolloutTokens(ids_N)")
+        log_q = _token_objective(hidden_ND, head, rollout.ids_N, 1.0)
+
+        def objective(chunk: Chunk) -> Terms:
+            terms = log_q(chunk)
+            kept_N = is_open(self.config.mask, terms.metrics["entropy_student"], None)
+            values_N = -terms.values_N if kept_N is None else torch.where(kept_N, -terms.values_N, 0.0)
+            factor_N1 = None if kept_N is None else kept_N[:, None].to(values_N.dtype)
+
+            def gradient(tile: slice) -> Tensor:
+                grad_Nv = terms.gradient(tile).neg_()
+                return grad_Nv if factor_N1 is None else grad_Nv.mul_(factor_N1)
+
+            metrics = {self.name: values_N, **terms.metrics}
+            if kept_N is not None:
+                metrics = {name: torch.where(kept_N, metric, 0.0) for name, metric in metrics.items()}
+                metrics["supervised"] = kept_N.to(values_N.dtype)
+            return Terms(values_N, gradient, metrics)
+
+        return objective
 
 
 class SampledReverseKL(Loss):
@@ -69,56 +110,71 @@ class SampledReverseKL(Loss):
 
     Metrics, [N] each: −A before any clip, as ``unclipped`` and ``sampled_reverse_kl`` (its mean estimates KL(q‖p));
     ``entropy_student``; ``importance_ratio`` before truncation when importance is on; ``clipped`` (1 where the
-    advantage or the ratio was bounded) when either bound is set.
+    advantage or the ratio was bounded) when either bound is set; ``supervised`` with an entropy gate (0 where it was
+    shut; all other metrics are 0 there).
     """
 
-    needs: ClassVar[Needs] = "sampled"
+    needs: Needs = "sampled"
 
     def __init__(self, config: SampledReverseKLConfig, chunk_bytes: int | None = None) -> None:
-        super().__init__(config)
+        super().__init__(config, chunk_bytes)
         self.config = config
-        self._chunk_bytes = chunk_bytes
 
     def _rows(
         self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
     ) -> TokenLoss:
         if rollout is None:
-            raise self._missing("the sampled tokens", "rollout=RolloutTokens(ids_N, ...)")
-        student = _token_terms(hidden_ND, head, rollout.ids_N, self.config.temperature, self._chunk_bytes)
+            raise _missing(self.name, "the sampled tokens", "rollout=RolloutTokens(ids_N, ...)")
+        objective = _token_objective(hidden_ND, head, rollout.ids_N, self.config.temperature)
+        student = rowwise(objective, hidden_ND, head, self._chunk_bytes, uniform=False)
         log_q_N = student.values
         with torch.no_grad():
-            log_p_N = self._teacher_logp(hidden_ND, head, teacher, rollout.ids_N)
+            log_p_N = self.teacher_logp(hidden_ND, head, teacher, rollout.ids_N)
             weight_N, metrics = self._weight(log_q_N.detach(), log_p_N.to(log_q_N.dtype), rollout)
+        metrics = {**student.metrics, **metrics}
         # A weight that is not finite shows in the value, where the trainer looks, and not in the gradient: times the
         # zero upstream of a masked row it would still be NaN.
         finite_N = weight_N.isfinite()
         values_N = torch.where(finite_N, -weight_N.where(finite_N, 0.0) * log_q_N, -weight_N)
-        return TokenLoss(values_N, {**student.metrics, **metrics})
+        kept_N = is_open(self.config.mask, student.metrics["entropy_student"], None)
+        if kept_N is not None:
+            values_N = torch.where(kept_N, values_N, 0.0)
+            metrics = {name: torch.where(kept_N, metric, 0.0) for name, metric in metrics.items()}
+            metrics["supervised"] = kept_N.to(weight_N.dtype)
+        return TokenLoss(values_N, metrics)
 
-    def _teacher_logp(self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, ids_N: Tensor) -> Tensor:
+    def teacher_logp(
+        self, hidden_ND: Float[Tensor, "N D"], head: Head | None, teacher: TeacherScores, ids_N: Int[Tensor, " N"]
+    ) -> Float[Tensor, " N"]:
+        """[N] nats: what the teacher gave each sampled token, looked up where it gave the whole distribution."""
         if isinstance(teacher, Sampled):
             check_rows(self.name, ids_N.shape[0], teacher.logp_N.shape[0])
             return teacher.logp_N
-        full = check_full(self.name, hidden_ND, head, teacher)
+        full: Full = check_full(self.name, hidden_ND, head, teacher)
         return token_logp(full.hidden_ND, full.head, ids_N, self.config.temperature, self._chunk_bytes)
 
     def _weight(self, log_q_N: Tensor, log_p_N: Tensor, rollout: RolloutTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """What multiplies log q(y): the advantage, discounted, bounded and corrected for the sampler."""
+        """What multiplies log q(y): the advantage, discounted, relative, bounded and corrected for the sampler."""
         config = self.config
         advantage_N = log_p_N - log_q_N
         metrics = {"unclipped": -advantage_N, self.name: -advantage_N}
         clipped_N = torch.zeros_like(advantage_N, dtype=torch.bool)
         if config.discount > 0:
             if rollout.sequence_N is None:
-                raise self._missing("which sequence each token belongs to", "RolloutTokens(..., sequence_N=...)")
+                raise _missing(self.name, "which sequence each token belongs to", "RolloutTokens(..., sequence_N=...)")
             advantage_N = discounted(advantage_N, rollout.sequence_N, config.discount)
+        if config.group_baseline:
+            if rollout.baseline_N is None:
+                raise _missing(self.name, "the baseline of each token", "RolloutTokens(..., baseline_N=...)")
+            check_rows(self.name, log_q_N.shape[0], rollout.baseline_N.shape[0])
+            advantage_N = advantage_N - rollout.baseline_N.to(log_q_N.dtype)
         if config.max_advantage is not None:
             clipped_N |= advantage_N.abs() > config.max_advantage
             advantage_N = advantage_N.clamp(-config.max_advantage, config.max_advantage)
         if config.importance is not None:
             if rollout.behavior_logp_N is None:
-                raise self._missing(
-                    "what the sampler's log-probabilities were", "RolloutTokens(..., behavior_logp_N=...)"
+                raise _missing(
+                    self.name, "what the sampler's log-probabilities were", "RolloutTokens(..., behavior_logp_N=...)"
                 )
             check_rows(self.name, log_q_N.shape[0], rollout.behavior_logp_N.shape[0])
             ratio_N = (log_q_N - rollout.behavior_logp_N.to(log_q_N.dtype)).exp()
@@ -129,8 +185,9 @@ class SampledReverseKL(Loss):
             metrics["clipped"] = clipped_N.to(advantage_N.dtype)
         return advantage_N, metrics
 
-    def _missing(self, what: str, fix: str) -> OpdError:
-        return OpdError(f"{self.name} was not told {what}.", why="with this config it needs them", fix=f"pass {fix}")
+
+def _missing(name: str, what: str, fix: str) -> OpdError:
+    return OpdError(f"{name} was not told {what}.", why="with this config it needs them", fix=f"pass {fix}")
 
 
 def discounted(advantage_N: Float[Tensor, " N"], sequence_N: Int[Tensor, " N"], discount: float) -> Float[Tensor, " N"]:
@@ -152,3 +209,31 @@ def discounted(advantage_N: Float[Tensor, " N"], sequence_N: Int[Tensor, " N"], 
         if sequences[row] == sequences[row + 1]:
             values[row] += discount * values[row + 1]
     return advantage_N.new_tensor(values)
+
+
+def group_baseline(
+    advantage_N: Float[Tensor, " N"], sequence_N: Int[Tensor, " N"], group_N: Int[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """[N]: the mean advantage over the tokens of the *other* sequences of each token's group; 0 where there are none.
+
+    What it is made of does not depend on the token that it is subtracted from, so that the mean gradient stays the same
+    (leave-one-out, as in RLOO, arXiv 2402.14740).
+
+    Args:
+        advantage_N: [N] nats, after any discount, over the whole batch.
+        sequence_N: [N] which completion a token belongs to.
+        group_N: [N] which problem it belongs to.
+    """
+    _, sequence_N = sequence_N.unique(return_inverse=True)
+    _, group_N = group_N.unique(return_inverse=True)
+
+    def sums(index_N: Tensor) -> tuple[Tensor, Tensor]:
+        size = int(index_N.max()) + 1 if index_N.numel() else 0
+        zeros = advantage_N.new_zeros(size, dtype=torch.float64)
+        total = zeros.index_add(0, index_N, advantage_N.double())
+        return total[index_N], zeros.index_add(0, index_N, torch.ones_like(advantage_N, dtype=torch.float64))[index_N]
+
+    (group_sum_N, group_count_N), (own_sum_N, own_count_N) = sums(group_N), sums(sequence_N)
+    count_N = group_count_N - own_count_N
+    others_N = torch.where(count_N > 0, (group_sum_N - own_sum_N) / count_N.clamp(min=1), 0.0)
+    return others_N.to(advantage_N.dtype)

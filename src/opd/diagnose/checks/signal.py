@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from opd.align import identity
+from opd.config.formula import temperatures
 from opd.diagnose.diagnosis import CheckResult, Status, shown
 from opd.diagnose.probe import MIN_SIGNAL, Probe, kl, log_probs
 from opd.loss import Full
@@ -82,14 +83,14 @@ def loss_settings(probe: Probe) -> CheckResult:
     if truncated and getattr(loss, "importance", None) is not None:
         advice.append("Importance ratios are biased by the mass that top-p, top-k and min-p cut: sample untruncated.")
     clip_shown = "" if clip is None else f", clip {clip.name}"
-    temperatures = f"sampling temperature {rollout.temperature:g}, loss temperature {loss.temperature:g}"
+    sampled = f"sampling temperature {rollout.temperature:g}, loss temperature {temperatures(loss)}"
     return CheckResult(
         "loss and sampling",
         (11, 12),
         f"{loss.name}{clip_shown}",
         None,
         "warn" if advice else "pass",
-        f"{temperatures}; minimises {probe.parts.loss.formula}",
+        f"{sampled}; minimises {probe.parts.loss.formula}",
         " ".join(advice),
     )
 

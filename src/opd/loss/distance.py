@@ -1,0 +1,123 @@
+"""A divergence as a loss: its temperature, support, clip, entropy gates and metrics.
+
+Tensor suffixes: N supervised tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from opd.config.loss import AnyDivergenceConfig, FullSupport, JSDConfig, TopKSupport
+from opd.errors import OpdError
+from opd.loss.base import Needs, RolloutTokens, RowLoss, check_full, check_top_k
+from opd.loss.chunked import Chunk, Objective, Terms
+from opd.loss.clip import CLIPS, entry_bound, row_bound
+from opd.loss.divergence import DIVERGENCES, Pair
+from opd.loss.gate import is_open
+from opd.loss.head import Head
+from opd.loss.logits import row_sum
+from opd.loss.outcomes import FullOutcomes, GradientNorms, Slopes, Sums, TopKOutcomes
+from opd.types import Full, TeacherScores, TopK
+
+
+class DivergenceLoss(RowLoss):
+    """A divergence with its temperature, support and clip.
+
+    Metrics, [N] each: the divergence before the clip, as ``unclipped`` and under its own name; ``entropy_student`` and
+    ``entropy_teacher`` in nats; ``teacher_top1_agreement`` (1 where the teacher's most likely token is the student's
+    too); with a top-k support ``kept_mass_student`` and ``kept_mass_teacher``; with a clip ``clipped`` (1 where it
+    acted), ``grad_norm_unclipped`` (of d/d(logits)) and ``grad_removed_frac``, the share of that norm which the clip
+    removed; with an entropy gate ``supervised`` (0 where a gate was shut; all other metrics are 0 there).
+    """
+
+    needs: Needs = "full"
+
+    def __init__(self, config: AnyDivergenceConfig, chunk_bytes: int | None = None) -> None:
+        super().__init__(config, chunk_bytes)
+        self.config = config
+        self._divergence = DIVERGENCES[self.name]
+        if isinstance(config, JSDConfig):
+            _check_weight(config)
+
+    def objective(
+        self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, _rollout: RolloutTokens | None, /
+    ) -> Objective:
+        """Value and gradient of a chunk of rows."""
+        support = self.config.support
+        if isinstance(support, TopKSupport) and isinstance(teacher, TopK):
+            scores = check_top_k(self.name, hidden_ND, head, teacher, self.config)
+        else:
+            scores = check_full(self.name, hidden_ND, head, teacher, support)
+        return lambda chunk: self._terms(chunk, scores)
+
+    def _terms(self, chunk: Chunk, scores: Full | TopK) -> Terms:
+        config, weights = self.config, None
+        if isinstance(config.support, FullSupport):
+            assert isinstance(scores, Full)
+            outcomes = FullOutcomes(chunk, scores, config.temperature)
+        else:
+            outcomes = TopKOutcomes(chunk, scores, config.support, config.temperature)
+        weights = self._divergence.weights(outcomes, config)
+        bound = entry_bound(config.clip)
+
+        def slopes_of(pair: Pair) -> Slopes:
+            values, slope = self._divergence.entries(pair, config, weights)
+            if bound == math.inf:
+                return Slopes(slope, slope)
+            return Slopes(torch.where(values > bound, 0.0, slope), slope)
+
+        unclipped = value = bounded_slope = slope = clipped = torch.zeros_like(outcomes.entropy_student)
+        for pair in outcomes.pairs():
+            values, slopes = self._divergence.entries(pair, config, weights)
+            unclipped = unclipped + row_sum(values)
+            slope = slope + row_sum(slopes)
+            if bound < math.inf:
+                over = values > bound
+                clipped = torch.maximum(clipped, over.any(-1, keepdim=True).to(clipped.dtype))
+                bounded_slope = bounded_slope + row_sum(slopes.masked_fill_(over, 0))
+                value = value + row_sum(values.clamp_(max=bound))
+        if bound == math.inf:
+            value, bounded_slope = unclipped, slope
+            clipped = (unclipped > row_bound(config.clip)).to(unclipped.dtype)
+        value, factor = CLIPS[config.clip.name](value, config.clip)
+
+        metrics = {
+            "unclipped": unclipped[:, 0],
+            self.name: unclipped[:, 0],
+            "entropy_student": outcomes.entropy_student[:, 0],
+            "entropy_teacher": outcomes.entropy_teacher[:, 0],
+            **outcomes.metrics,
+        }
+        kept = is_open(config.mask, outcomes.entropy_student, outcomes.entropy_teacher)
+        norms = GradientNorms(unclipped) if config.clip.name != "none" else None
+        if norms is not None:
+            metrics["clipped"] = clipped[:, 0]
+
+        def shut(found: dict[str, Tensor]) -> dict[str, Tensor]:
+            if kept is None:
+                return found
+            return {name: torch.where(kept[:, 0], metric, 0.0) for name, metric in found.items()}
+
+        metrics = shut(metrics)
+        clip_factor = factor
+        if kept is not None:
+            value, factor = torch.where(kept, value, 0.0), torch.where(kept, factor, 0.0)
+            metrics["supervised"] = kept[:, 0].to(value.dtype)
+        if config.scale_by_temperature_squared:
+            value, factor = value * config.temperature**2, factor * config.temperature**2
+        gradient = outcomes.gradient(slopes_of, Sums(bounded_slope, slope, factor), norms)
+        after = None if norms is None else lambda: shut(norms.metrics(clip_factor))
+        return Terms(value[:, 0], gradient, metrics, after)
+
+
+def _check_weight(config: JSDConfig) -> None:
+    if not 0 < config.teacher_weight < 1:
+        raise OpdError(
+            f"jsd with teacher_weight {config.teacher_weight:g} is not a Jensen-Shannon divergence.",
+            why="at 0 and at 1 the mixture is one of the two distributions and the divergence is zero. GKD's code "
+            "turns beta 0 into KL(teacher‖student) and beta 1 into KL(student‖teacher), which its own formula does not",
+            fix="name: forward_kl for GKD's beta 0, name: reverse_kl for its beta 1, or 0 < teacher_weight < 1",
+        )
