@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from opd.loss.head import Head, statistics_dtype
-from opd.loss.logits import Logits, Scratch, storage_dtype
+from opd.loss.logits import Logits, Scratch, is_row_major, storage_dtype
 from opd.types import Full, TokenLoss
 
 # Memory of the logits of both models together, and of one buffer for a tile of the vocabulary. On a CPU a tile stays in
@@ -38,14 +38,14 @@ class Terms:
     Args:
         values_N: [N] nats.
         gradient: vocabulary tile -> [N, v] d(value_n)/d(logits_n), in a buffer that the next tile may overwrite. Asked
-            for every tile, in order.
+            for every tile, in order. None when the student's logits have become d(value_n)/d(product) already.
         metrics: [N] tensors by name.
         gradient_metrics: read when all tiles have been asked for -> further metrics; None when the gradient itself is
             not looked at.
     """
 
     values_N: Tensor
-    gradient: Callable[[slice], Tensor]
+    gradient: Callable[[slice], Tensor] | None
     metrics: Mapping[str, Tensor]
     gradient_metrics: Callable[[], Mapping[str, Tensor]] | None = None
 
@@ -124,8 +124,10 @@ class _Storage:
     def logits(self, name: str, num_tokens: int, num_rows: int, dtype: torch.dtype) -> Logits:
         if (name, dtype) not in self._made:
             self._made[name, dtype] = torch.empty(self._size, dtype=dtype, device=self._like.device)
-        storage = self._made[name, dtype][: num_tokens * num_rows].view(num_tokens, num_rows)
-        return Logits(storage, self._scratch)
+        memory = self._made[name, dtype][: num_tokens * num_rows]
+        if is_row_major(memory.device):
+            return Logits(memory.view(num_rows, num_tokens).T, self._scratch)
+        return Logits(memory.view(num_tokens, num_rows), self._scratch)
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,10 @@ class _Rows:
             student = storage.logits("student", num_tokens, rows.stop - rows.start, dtype)
             student.fill([x_ND[rows] for x_ND in inputs], head)
             terms = self.objective(Chunk(rows, student, storage))
-            for tile in student.tiles() if gradient or terms.gradient_metrics else ():
-                grad_Nv = terms.gradient(tile)
+            write = terms.gradient if gradient or terms.gradient_metrics else None
+            for tile in student.tiles() if write else ():
+                assert write is not None
+                grad_Nv = write(tile)
                 if head is not None and (head.softcap is not None or head.scale != 1.0):
                     grad_Nv = grad_Nv.mul_(head.slope(student.scaled(tile, 1.0, "z")))
                 student.storage_VN[tile].copy_(grad_Nv.T)

@@ -6,6 +6,9 @@ Tensor suffixes: N supervised tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 import math
+import os
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,14 +16,14 @@ from torch import Tensor
 from opd.config.loss import AnyDivergenceConfig, FullSupport, JSDConfig, TopKSupport
 from opd.errors import OpdError
 from opd.loss.base import Needs, RolloutTokens, RowLoss, check_full, check_top_k
-from opd.loss.chunked import Chunk, Objective, Terms
+from opd.loss.chunked import Chunk, Objective, Terms, rowwise
 from opd.loss.clip import CLIPS, entry_bound, row_bound
 from opd.loss.divergence import DIVERGENCES, Pair
 from opd.loss.gate import is_open
-from opd.loss.head import Head
+from opd.loss.head import Head, statistics_dtype
 from opd.loss.logits import row_sum
 from opd.loss.outcomes import FullOutcomes, GradientNorms, Slopes, Sums, TopKOutcomes
-from opd.types import Full, TeacherScores, TopK
+from opd.types import Full, TeacherScores, TokenLoss, TopK
 
 
 class DivergenceLoss(RowLoss):
@@ -41,6 +44,16 @@ class DivergenceLoss(RowLoss):
         self._divergence = DIVERGENCES[self.name]
         if isinstance(config, JSDConfig):
             _check_weight(config)
+
+    def _rows(
+        self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
+    ) -> TokenLoss:
+        fused = _fused(hidden_ND.device)
+        config = self.config
+        if fused is None or not fused.fits(config, statistics_dtype(hidden_ND if head is None else head.weight)):
+            return super()._rows(hidden_ND, head, teacher, rollout)
+        scores = check_full(self.name, hidden_ND, head, teacher, config.support)
+        return rowwise(lambda chunk: fused.terms(chunk, scores, config, head), hidden_ND, head, self._chunk_bytes)
 
     def objective(
         self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, _rollout: RolloutTokens | None, /
@@ -111,6 +124,17 @@ class DivergenceLoss(RowLoss):
         gradient = outcomes.gradient(slopes_of, Sums(bounded_slope, slope, factor), norms)
         after = None if norms is None else lambda: shut(norms.metrics(clip_factor))
         return Terms(value[:, 0], gradient, metrics, after)
+
+
+def _fused(device: torch.device) -> ModuleType | None:
+    """The Triton kernel where there is one: on a GPU, and on a CPU under Triton's interpreter."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    if find_spec("triton") is None:
+        return None
+    from opd.loss import fused
+
+    return fused
 
 
 def _check_weight(config: JSDConfig) -> None:

@@ -1,8 +1,8 @@
 """Logits of a chunk of rows, walked through the vocabulary tile by tile.
 
-Logits are stored vocabulary-major, [V, N], and shown as their transpose [N, V]: a tile of the vocabulary is then one
-piece of memory, the product of a tile of the weight with a few rows runs at the speed of a large product, and
-everything elementwise happens in buffers that stay in the cache.
+On a CPU logits are stored vocabulary-major, [V, N], and shown as their transpose [N, V]: a tile of the vocabulary is
+then one piece of memory, the product of a tile of the weight with a few rows runs at the speed of a large product, and
+everything elementwise happens in buffers that stay in the cache. On a GPU they are stored row by row.
 
 Tensor suffixes: N rows of the chunk, V vocabulary, v one tile of it, K chosen tokens of each row, D hidden size.
 """
@@ -23,6 +23,11 @@ from opd.loss.head import Head, statistics_dtype
 LOG_ZERO = -1e4
 
 
+def is_row_major(device: torch.device) -> bool:
+    """How logits lie in memory: token by token for each row on a GPU, where a row is a program's work."""
+    return device.type != "cpu"
+
+
 class Scratch:
     """[N, v] buffers by name, made when first asked for and used again for every later tile and chunk.
 
@@ -31,6 +36,7 @@ class Scratch:
 
     def __init__(self, max_rows: int, tile_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tile_size, self.dtype, self._max_rows, self._device = tile_size, dtype, max_rows, device
+        self._row_major = is_row_major(device)
         self._made: dict[str, Tensor] = {}
 
     def take(self, name: str, num_rows: int, width: int) -> Tensor:
@@ -39,6 +45,8 @@ class Scratch:
             # One column more than a tile: where `put` sends the tokens that lie in other tiles.
             shape = (self.tile_size + 1) * self._max_rows
             self._made[name] = torch.empty(shape, dtype=self.dtype, device=self._device)
+        if self._row_major:
+            return self._made[name].view(self._max_rows, self.tile_size + 1)[:num_rows, :width]
         return self._made[name][: width * num_rows].view(width, num_rows).T
 
 

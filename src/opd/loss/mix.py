@@ -104,6 +104,7 @@ def _sum(parts: Sequence[tuple[_Part, Objective]]) -> Objective:
             num_rows, width = chunk.student.num_rows, tile.stop - tile.start
             total_Nv = chunk.student.scratch.take("mix", num_rows, width).zero_()
             for part, term in terms:
+                assert term.gradient is not None, "parts of a mix leave the logits to each other"
                 total_Nv.add_(term.gradient(tile), alpha=part.weight)
             return total_Nv
 

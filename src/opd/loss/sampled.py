@@ -85,12 +85,14 @@ class CrossEntropy(RowLoss):
 
         def objective(chunk: Chunk) -> Terms:
             terms = log_q(chunk)
+            log_q_gradient = terms.gradient
+            assert log_q_gradient is not None
             kept_N = is_open(self.config.mask, terms.metrics["entropy_student"], None)
             values_N = -terms.values_N if kept_N is None else torch.where(kept_N, -terms.values_N, 0.0)
             factor_N1 = None if kept_N is None else kept_N[:, None].to(values_N.dtype)
 
             def gradient(tile: slice) -> Tensor:
-                grad_Nv = terms.gradient(tile).neg_()
+                grad_Nv = log_q_gradient(tile).neg_()
                 return grad_Nv if factor_N1 is None else grad_Nv.mul_(factor_N1)
 
             metrics = {self.name: values_N, **terms.metrics}
