@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from opd.config.base import Config
+from opd.config.loss import MixPart
 from opd.config.schema import MessageTemplate
 from opd.config.shape import ROOT, Slot, names_of
 
@@ -103,12 +104,36 @@ MEANINGS = {
     "PerTokenClip.max": "Bound, nats.",
     "WeightClip.max": "Bound, nats.",
     "PerEntryClip.max": "Bound of one vocabulary entry, nats.",
+    "DivergenceConfig.support": "Over which tokens distributions are compared.",
+    "TopKSupport.k": "How many tokens of a side.",
+    "TopKSupport.of": "Whose likeliest tokens.",
+    "TopKSupport.tail": "Keep what is left of each side as one more outcome, or scale what is kept to one.",
+    "BaseLossConfig.mask": "Which tokens of a completion are supervised.",
+    "BaseLossConfig.reduction": "Mean over tokens, or over each completion's tokens and then over completions.",
+    "MaskConfig.first": "Keep the first so many tokens of a completion; null keeps all.",
+    "MaskConfig.last": "Keep the last so many; with `first`, both ends.",
+    "MaskConfig.skip_boundary": "Leave out the first token after the prompt.",
+    "MaskConfig.skip_special_tokens": "Leave out special tokens, but for the stop token that ends the completion.",
+    "MaskConfig.skip_whitespace": "Leave out tokens that are nothing but white space.",
+    "MaskConfig.teacher_entropy": "Keep tokens where the teacher's entropy lies in a range; null keeps all.",
+    "MaskConfig.student_entropy": "Keep tokens where the student's entropy lies in a range; null keeps all.",
+    "EntropyGate.min": "Least entropy, nats.",
+    "EntropyGate.max": "Largest entropy, nats; null is no limit.",
     "JSDConfig.teacher_weight": "Weight of the teacher in the mixture, inside (0, 1).",
+    "SkewKLConfig.alpha": "Weight of the teacher in the mixture.",
+    "SkewReverseKLConfig.alpha": "Weight of the student in the mixture.",
+    "AdaptiveKLConfig.head_mass": "Mass of the teacher's likeliest tokens that make the head.",
+    "EntropyAwareConfig.threshold": "Teacher's entropy above which forward KL joins, nats.",
+    "EntropyAwareConfig.forward_weight": "What forward KL is multiplied with there.",
     "SampledReverseKLConfig.temperature": "Divides the logits of both sides in the loss.",
     "SampledReverseKLConfig.importance": "Correct for a sampler that was not the student; null does not.",
     "SampledReverseKLConfig.discount": "Weight of later tokens' advantages, per token of distance.",
+    "SampledReverseKLConfig.group_baseline": "Subtract the mean advantage of the problem's other completions.",
     "SampledReverseKLConfig.max_advantage": "Bound of an advantage's size, nats.",
     "ImportanceConfig.clip": "Largest ratio.",
+    "MixConfig.parts": "The losses and their weights.",
+    "MixPart.loss": "A loss; its mask and reduction are the mix's.",
+    "MixPart.weight": "What it is multiplied with.",
     "TrainConfig.num_steps": "Optimizer steps.",
     "TrainConfig.num_problems_per_step": "Problems of one step.",
     "TrainConfig.learning_rate": "Peak learning rate of AdamW.",
@@ -171,6 +196,9 @@ def _configs() -> list[tuple[type[Config], list[str]]]:
                 walk(slot.key(config, key), f"{prefix}.{key}" if prefix else key)
 
     walk(ROOT, "")
+    walk(Slot(MixPart), "loss.parts.0")
+    for prefixes in places.values():  # what a part shares with other losses is the mix's own
+        prefixes[:] = [prefix for prefix in prefixes if not prefix.startswith("loss.parts.0.loss.mask")]
     places[MessageTemplate] = ["prompt.student.0", "prompt.teacher.0", "prompt.demonstration.0"]
     return list(places.items())
 
@@ -264,6 +292,7 @@ _PLAIN: dict[Any, str] = {
     str: "text",
     Path: "path",
     MessageTemplate: "message",
+    MixPart: "loss with its weight",
 }
 
 

@@ -204,7 +204,8 @@ def test_every_error_comes_at_once_with_layer_value_and_what_was_expected(folder
         "`train.learning_rate` is missing",
         "`train.weight_decay` is true: expected a number; set in bad.yaml, line 10",
         "unknown key `stuff`",
-        "`loss.name` is 'jds': expected one of forward_kl, reverse_kl, jsd, sampled_reverse_kl; set in override",
+        "`loss.name` is 'jds': expected one of forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, adaptive_kl, "
+        "entropy_aware, tvd, sampled_reverse_kl, sft, mix; set in override",
         "`student.dtype` is 'bf16': expected one of 'float32' or 'bfloat16'; set in override",
         "`train.betas.1` is 'x': expected a number",
     ):
