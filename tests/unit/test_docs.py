@@ -80,7 +80,7 @@ def test_every_key_of_the_schema_is_on_it() -> None:
     sections = {key.rsplit(".", 1)[0] for key in all_keys() if "." in key}
     for key in all_keys():
         named = f"`{key}`" in text or (key.endswith(".name") and f"`{key.removesuffix('.name')}`" in text)
-        elsewhere = key.startswith(("eval.data", "eval.sampling"))  # "Also at"
+        elsewhere = key.startswith(("eval.data", "eval.sampling", "loss.mask.student_entropy"))  # "Also at"
         assert named or elsewhere or key in sections, key
 
 
@@ -228,6 +228,7 @@ def test_options_that_are_named_exist(page: Path) -> None:
         match = re.fullmatch(r"([a-z_]+(?:\.[a-z_]+|\.\d+)+)(?:=.*)?", word)
         if match and match[1].split(".")[0] in sections and match[1].rsplit(".", 1)[1] not in endings:
             key = re.sub(r"^prompt\.(\w+)\.0(\.role|\.content)?$", r"prompt.\1", match[1])
+            key = re.sub(r"^loss\.parts\.\d+(\.weight)?$", "loss.parts", re.sub(r"^loss\.parts\.\d+\.loss\b", "loss", key))
             assert key in keys, f"{page.name}: `{word}`"
 
 
