@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 TEST_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds test test-slow check bench docs clean
+.PHONY: help setup demo demo-seeds test test-slow test-triton check bench docs clean
 
 help:
 	@echo "setup       .venv with the tested versions"
 	@echo "demo        train a real 135M model on this CPU and print the verdict (ARGS=--full: with the controls)"
 	@echo "demo-seeds  the demo with seeds 0, 1, 2, side by side"
 	@echo "test        unit tests, quick ones (CI also runs test-slow)"
+	@echo "test-triton the GPU kernel, interpreted and compiled; installs Triton (1 GB), needs no GPU"
 	@echo "check       ruff, ruff format, pyright strict on src"
 	@echo "bench       tokens/s of the sampler against model.generate"
 	@echo "docs        build the documentation"
@@ -28,10 +29,14 @@ demo: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/opd demo $(ARGS)
 
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu' $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not triton' $(ARGS)
 
 test-slow: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow and not gpu and not triton' $(ARGS)
+
+test-triton: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[triton]'
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'triton' $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

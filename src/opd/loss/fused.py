@@ -8,6 +8,9 @@ takes the other path, on any device. With `TRITON_INTERPRET=1` the kernel runs o
 Tensor suffixes: N rows of the chunk, V vocabulary.
 """
 
+# Parameters of a Triton program have no types of Python's.
+# pyright: reportMissingParameterType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import math
@@ -139,7 +142,7 @@ def _statistics(z, valid, inv_temperature, maximum, total, weighted):
     finite = maximum > -float("inf")
     shift = tl.where(finite, maximum - top, 0.0)
     kept = tl.where(finite, tl.exp(shift), 0.0)
-    e = tl.where(valid, tl.exp(x - top), 0.0)
+    e = tl.where(x != -float("inf"), tl.exp(x - top), 0.0)
     weighted = kept * (weighted + shift * total) + tl.sum(tl.where(e > 0, (x - top) * e, 0.0), axis=0)
     return top, kept * total + tl.sum(e, axis=0), weighted
 
