@@ -101,25 +101,6 @@ def test_lora_in_the_body_is_part_of_the_hidden_states() -> None:
     torch.testing.assert_close(head_logits(head, model), own_logits(model), rtol=1e-5, atol=1e-5)
 
 
-def test_lora_on_the_head_is_refused() -> None:
-    model = get_peft_model(tiny.build_llama(NUM_ROWS), LoraConfig(target_modules=["lm_head", "q_proj"]))
-    with pytest.raises(OpdError, match="cannot be used") as error:
-        Head.from_model(model)
-    assert "target_modules" in error.value.fix
-
-
-def test_a_head_trained_whole_beside_lora_is_the_copy_that_trains() -> None:
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = get_peft_model(tiny.build_llama(NUM_ROWS), config)
-    trained = Head.from_model(model)
-    assert trained.weight.requires_grad
-    with torch.no_grad():
-        trained.weight.add_(1.0)
-    with model.disable_adapter():
-        initial = Head.from_model(model)
-    assert not torch.equal(initial.weight, trained.weight)
-
-
 def test_follows_the_model_as_it_trains_and_reaches_its_gradient() -> None:
     model = tiny.build_llama(NUM_ROWS)
     with torch.no_grad():

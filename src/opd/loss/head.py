@@ -1,51 +1,45 @@
-"""A model's output head as plain tensors, proven against the model's own logits.
+"""A model's output head as plain tensors: products, adapters, bias, scale and softcap.
 
-Tensor suffixes: B sequences, T tokens, N supervised tokens, V vocabulary, D hidden size.
+`opd.loss.model_head` reads one from a loaded model and proves it against the model's own logits.
+
+Tensor suffixes: N supervised tokens, V vocabulary, v a tile of it, D hidden size, r rank of an adapter.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from opd.errors import OpdError
-from opd.forward import base_model, body_of, eval_mode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-# Largest difference from the model's own logits, as a share of the largest logit. A head is one product and a few
-# elementwise operations: what is left is the rounding of the dtype, a few units of which the model may spend on a
-# scale or softcap in half precision that is done in float32 here.
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-_PROBE_SHAPE_BT = (2, 8)
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A low-rank addition to a head's product: scale · (hidden @ down.T) @ up.T (LoRA, arXiv 2106.09685).
+    """A low-rank addition to a head's product: scale · ((hidden @ down.T) @ up.T + bias) (LoRA, arXiv 2106.09685).
 
     Args:
-        down: [r, D].
-        up: [rows, r].
-        scale: LoRA's alpha / r.
+        down: [r, D], peft's ``lora_A``.
+        up: [rows, r], peft's ``lora_B``.
+        scale: LoRA's alpha / r, or alpha / √r where it is rank-stabilised.
+        bias: [rows], or None (peft's ``lora_bias``).
     """
 
     down: Tensor
     up: Tensor
     scale: float = 1.0
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """logits = softcap · tanh(scale · (hidden @ weight.T + low rank + bias) / softcap), the softcap where there is one.
+    """logits = softcap · tanh(scale · (hidden @ weight.T + bias + low rank) / softcap), the softcap where there is one.
 
-    The tensors are the model's own, not copies: the head follows the model as it trains.
+    The tensors are the model's own, not copies: the head follows the model as it trains. Which of them take part is
+    settled when it is built; where adapters are switched on, off or merged afterwards, see `reread`.
 
     Args:
         weight: [rows, D], any float dtype.
@@ -56,7 +50,8 @@ class Head:
         low_rank: adapters on the head; each adds its product and receives its gradient.
 
     Raises:
-        OpdError: a scale or softcap that is not a usable number, or a `vocab_size` larger than the matrix.
+        OpdError: a scale or softcap that is not a usable number, a `vocab_size` larger than the matrix, or an adapter
+            or bias of another shape.
     """
 
     weight: Tensor
@@ -68,12 +63,22 @@ class Head:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or self.scale == 0:
-            raise _unusable(f"scale is {self.scale}", "pass a finite scale other than 0")
+            raise unusable(f"scale is {self.scale}", "pass a finite scale other than 0")
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise _unusable(f"softcap is {self.softcap}", "pass a finite softcap above 0, or None")
+            raise unusable(f"softcap is {self.softcap}", "pass a finite softcap above 0, or None")
         if self.vocab_size is not None and not 1 <= self.vocab_size <= self.weight.shape[0]:
             why = f"vocab_size is {self.vocab_size} and the matrix has {self.weight.shape[0]} rows"
-            raise _unusable(why, "pass the size of the tokenizer that belongs to this model")
+            raise unusable(why, "pass the size of the tokenizer that belongs to this model")
+        num_rows, width = self.weight.shape
+        for low in self.low_rank:
+            if low.up.shape != (num_rows, low.down.shape[0]) or low.down.shape[1] != width:
+                why = f"an adapter of {tuple(low.down.shape)} and {tuple(low.up.shape)} on {tuple(self.weight.shape)}"
+                raise unusable(why, "pass LowRank(down [r, D], up [rows, r])")
+            if not math.isfinite(low.scale):
+                raise unusable(f"an adapter's scale is {low.scale}", "pass a finite scale")
+        for bias in self._biases():
+            if bias.shape != (num_rows,):
+                raise unusable(f"a bias of {tuple(bias.shape)} for {num_rows} rows", "pass one number for each row")
 
     @property
     def num_tokens(self) -> int:
@@ -93,8 +98,8 @@ class Head:
 
     @property
     def bias_V(self) -> Tensor | None:
-        """The entries of the bias that count, [V], or None."""
-        return None if self.bias is None else self.bias[: self.num_tokens]
+        """The entries of the bias that count, [V], with those of the adapters, or None; differentiable."""
+        return self._bias(slice(self.num_tokens))
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
@@ -115,20 +120,22 @@ class Head:
         Args:
             hidden_ND: [N, D] last hidden states, any number of leading dimensions.
         """
+        bias_V = self.bias_V
         with torch.autocast(hidden_ND.device.type, enabled=False):
             dtype, logits = statistics_dtype(self.weight), torch.empty(0)
             for number, (x_ND, factor_VD) in enumerate(zip(self.inputs(hidden_ND), self.factors, strict=True)):
                 product = nn.functional.linear(x_ND.to(factor_VD.dtype), factor_VD).to(dtype)
                 logits = logits + product if number else product
-            if self.bias_V is not None:
-                logits = logits + self.bias_V
+            if bias_V is not None:
+                logits = logits + bias_V
             logits = logits * self.scale if self.scale != 1.0 else logits
             return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def finish(self, product_vN: Float[Tensor, "v N"], tile: slice) -> None:
         """Turn a tile of the product, vocabulary-major, into logits in place: bias, scale, softcap."""
-        if self.bias is not None:
-            product_vN.add_(self.bias[tile, None])
+        bias_v = self._bias(tile)
+        if bias_v is not None:
+            product_vN.add_(bias_v[:, None])
         if self.softcap is not None:
             product_vN.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
         elif self.scale != 1.0:
@@ -140,32 +147,65 @@ class Head:
             return self.scale
         return (logits_NV / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
 
+    def reread(self, model: nn.Module) -> Head:
+        """This head with the tensors that the model uses now.
+
+        For a model whose adapters were switched on, off or merged since the head was proven: scale, softcap and size
+        are the model's whatever its adapters do, so they stay, and nothing is run.
+
+        Raises:
+            OpdError: adapters that a head cannot hold; see `from_model`.
+        """
+        from opd.loss.model_head import output_tensors
+
+        tensors = output_tensors(model)
+        return replace(self, weight=tensors.weight, bias=tensors.bias, low_rank=tensors.low_rank)
+
+    def detached(self) -> Head:
+        """This head without gradients, as the tensors are now: it does not see parameters that get other `.data`."""
+        bias = None if self.bias is None else self.bias.detach()
+        low_rank = tuple(
+            LowRank(low.down.detach(), low.up.detach(), low.scale, None if low.bias is None else low.bias.detach())
+            for low in self.low_rank
+        )
+        return replace(self, weight=self.weight.detach(), bias=bias, low_rank=low_rank)
+
     @classmethod
     def from_model(cls, model: nn.Module, vocab_size: int | None = None) -> Head:
         """The head of a causal language model, under the adapter state that the model is in.
 
-        Proves itself: on a small batch of random ids its logits are compared with the model's own.
+        Covers LoRA on the output layer (several adapters, rank-stabilised, with bias, merged, or switched off) and a
+        copy of it that trains (peft's ``modules_to_save``). Proves itself: on a small batch of random ids its logits
+        are compared with the model's own. Matrices B of fresh adapters are zero and say nothing in that comparison.
 
         Args:
             model: a transformers causal model, or a peft model around one.
             vocab_size: the number of tokens of the tokenizer; rows past it are cut.
 
         Raises:
-            OpdError: LoRA on the head, an unknown kind of head, or logits that differ from the model's own.
+            OpdError: an output layer or an adapter on it that is more than products, a bias, a scale and a softcap
+                (quantised or transposed layers, DoRA and other variants and tuners, single trained tokens, dropout
+                on the head of a model that trains), or logits that differ from the model's own.
         """
-        base = base_model(model)
-        weight, bias = _output_matrix(base)
-        config: Any = base.config.get_text_config()
-        head = cls(
-            weight,
-            bias,
-            scale=float(getattr(config, "logit_scale", None) or 1.0)
-            / float(getattr(config, "logits_scaling", None) or 1.0),
-            softcap=getattr(config, "final_logit_softcapping", None),
-            vocab_size=vocab_size,
-        )
-        _prove(head, model)
+        from opd.loss.model_head import output_tensors, prove, scale_and_softcap
+
+        tensors = output_tensors(model)
+        scale, softcap = scale_and_softcap(model)
+        head = cls(tensors.weight, tensors.bias, scale, softcap, vocab_size, tensors.low_rank)
+        prove(head, model)
         return head
+
+    def _biases(self) -> list[Tensor]:
+        own = [] if self.bias is None else [self.bias]
+        return own + [low.bias for low in self.low_rank if low.bias is not None]
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        bias = None if self.bias is None else self.bias[rows]
+        for low in self.low_rank:
+            if low.bias is not None:
+                part = low.bias[rows] * low.scale
+                bias = part if bias is None else bias + part
+        return bias
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
@@ -173,60 +213,6 @@ def statistics_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _unusable(why: str, fix: str) -> OpdError:
+def unusable(why: str, fix: str) -> OpdError:
+    """The error for a head that cannot be built."""
     return OpdError("The output head cannot be used.", why=why, fix=fix)
-
-
-def _output_matrix(base: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the layer that makes logits; OpdError for a layer that is more than that."""
-    output = base.get_output_embeddings()
-    kind = type(output).__name__
-    if output is None:
-        raise _unusable(f"{type(base).__name__} has no output embeddings", "pass a causal language model")
-    if hasattr(output, "base_layer") or hasattr(output, "token_adapter"):
-        raise _unusable(
-            f"an adapter sits on the output layer ({kind}), so its logits are not one product with one matrix",
-            "leave lm_head out of student.adapter.target_modules, or train every weight: student.adapter.name=full",
-        )
-    weight: object = getattr(output, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.dtype not in _TOLERANCE:
-        shown = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-        raise _unusable(
-            f"the output layer ({kind}) holds no plain matrix: {shown}", "load the model without quantising lm_head"
-        )
-    return weight, cast("Tensor | None", getattr(output, "bias", None))
-
-
-@torch.no_grad()
-def _prove(head: Head, model: nn.Module) -> None:
-    """Compare with the model's own logits; one forward, so that both start from the same hidden states."""
-    body, hidden_states = body_of(model), list[Tensor]()
-
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        hidden_states.append(output[0])
-
-    # A generator of its own: where in a run a head is built must not change what the run draws.
-    ids_BT = torch.randint(head.num_tokens, _PROBE_SHAPE_BT, generator=torch.Generator().manual_seed(0))
-    ids_BT = ids_BT.to(head.weight.device)
-    hook = body.register_forward_hook(keep)
-    try:
-        with eval_mode(model), torch.autocast(ids_BT.device.type, enabled=False):
-            output: Any = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
-    finally:
-        hook.remove()
-    if len(hidden_states) != 1:
-        raise _unusable(
-            f"{type(body).__name__} ran {len(hidden_states)} times in one forward of the model, not once",
-            "use a decoder-only causal model",
-        )
-    own: Tensor = output.logits[..., : head.num_tokens].to(statistics_dtype(head.weight))
-    difference = (head.logits(hidden_states[0]) - own).abs().max().item()
-    limit = _TOLERANCE[head.weight.dtype] * own.abs().max().item()
-    if not difference <= limit:  # a NaN is a failure too
-        raise OpdError(
-            "The output head does not give the model's own logits.",
-            why=f"they differ by up to {difference:.3g}, and rounding in {head.weight.dtype} explains {limit:.3g}: "
-            f"{type(base_model(model)).__name__} does more between its last hidden state and its logits than "
-            f"scale {head.scale:g} and softcap {head.softcap}",
-            fix="build Head(weight, bias, scale=..., softcap=...) by hand, or use Loss.tokens on the model's logits",
-        )

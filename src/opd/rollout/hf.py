@@ -99,6 +99,8 @@ class HfSampler:
         order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), tuple(prompts[index]), index))
         done: dict[int, Completion] = {}
         with eval_mode(self._model), self._weights(), compute_dtype(self._device, self._dtype):
+            # An adapter on the head may be merged or off under these weights.
+            self._head = self._head.reread(self._model)
             for start in range(0, len(order), batch_size):
                 batch = order[start : start + batch_size]
                 completions = self._decode([prompts[i] for i in batch], [seeds[i] for i in batch], sampling)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,9 +55,7 @@ class SelfTeacher:
                 device=student.device,
             )
             # Taken inside, where the model holds the teacher's weights: detached tensors keep pointing at them.
-            head = student.head
-            bias = None if head.bias is None else head.bias.detach()
-            return Full(hidden_ND, replace(head, weight=head.weight.detach(), bias=bias))
+            return Full(hidden_ND, student.head.detached())
 
     def weights_in_place(self) -> AbstractContextManager[None]:
         """The model holds the teacher's weights inside."""

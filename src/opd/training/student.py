@@ -82,10 +82,15 @@ class Student:
 
     @contextmanager
     def adapter_off(self) -> Generator[None]:
-        """The initial weights: only where training is through an adapter."""
+        """The initial weights, and `head` without what an adapter adds: only where training is through an adapter."""
         assert self.has_adapter
-        with self.model.disable_adapter():  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues, reportUnknownVariableType]
-            yield
+        head = self.head
+        try:
+            with self.model.disable_adapter():  # pyright: ignore[reportCallIssue, reportGeneralTypeIssues, reportUnknownVariableType]
+                self.head = head.reread(self.model)
+                yield
+        finally:
+            self.head = head
 
     @contextmanager
     def merged(self) -> Generator[None]:
@@ -105,17 +110,19 @@ class Student:
                 why=f"It sits on other layers than linear ones ({', '.join(others)}), which would be left out.",
                 fix="Set rollout.merge_adapter=false, or leave those layers out of student.adapter.target_modules.",
             )
-        weights = [cast(nn.Linear, layer.get_base_layer()).weight for layer in layers]
-        own = [weight.data for weight in weights]
+        linears = [cast(nn.Linear, layer.get_base_layer()) for layer in layers]
+        own = [linear.weight for linear in linears]
         try:
-            for layer, weight in zip(layers, weights, strict=True):
+            for layer, linear, weight in zip(layers, linears, own, strict=True):
                 delta: Tensor = layer.get_delta_weight(layer.active_adapters[0])
-                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+                # A parameter of its own: a head's may be the embedding's too, which has no adapter.
+                merged = (weight.data.float() + delta.float()).to(weight.dtype)
+                linear.weight = nn.Parameter(merged, requires_grad=False)
             with self.adapter_off():
                 yield
         finally:
-            for weight, data in zip(weights, own, strict=True):
-                weight.data = data
+            for linear, weight in zip(linears, own, strict=True):
+                linear.weight = weight
 
     def save(self, folder: Path) -> None:
         """Adapter or full weights in the layout that peft and transformers load."""
@@ -155,6 +162,8 @@ def _add_lora(model: nn.Module, adapter: LoraConfig, seed: int) -> nn.Module:
         with warnings.catch_warnings():
             # peft asks transformers for `is_gradient_checkpointing`, a name on its way out: nothing a user could do.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            # It also warns of a head that is the embedding too, since merging in place would change both: see `merged`.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings=True")
             return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise OpdError(
