@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from opd.config import load_recipe, method_rules
 from opd.config.check import PROVIDES, check, dry_run_summary
-from opd.config.formula import formula
+from opd.config.formula import formula, objective, on_policy, solution_weight
+from opd.config.loss import MixConfig
+from opd.config.resolved import resolved_yaml
 from opd.config.schema import Recipe
 from opd.config.shape import Slot, names_of
 from opd.errors import OpdError
+from opd.loss import build
+
+BASE: dict[str, Any] = {
+    "name": "small",
+    "student": {"model": "some/model"},
+    "context": {"name": "reference_solution"},
+    "data": {"train": {"name": "task", "task": "products"}},
+    "train": {"num_steps": 10, "num_problems_per_step": 4, "learning_rate": 1e-3},
+    "eval": {"data": {"name": "task", "task": "products", "split": "heldout"}},
+}
 
 
 def recipe(*overrides: str) -> Recipe:
-    base: dict[str, Any] = {
-        "name": "small",
-        "student": {"model": "some/model"},
-        "context": {"name": "reference_solution"},
-        "data": {"train": {"name": "task", "task": "products"}},
-        "train": {"num_steps": 10, "num_problems_per_step": 4, "learning_rate": 1e-3},
-        "eval": {"data": {"name": "task", "task": "products", "split": "heldout"}},
-    }
-    return load_recipe(base, overrides).recipe
+    return load_recipe(BASE, overrides).recipe
 
 
 def test_a_plain_recipe_and_the_packaged_ones_pass_without_warnings() -> None:
@@ -38,10 +43,19 @@ def teacher(content: str) -> str:
     return f'prompt.teacher=[{{role: user, content: "{content}"}}]'
 
 
+def mix(first: str, second: str, more: str = "") -> str:
+    parts = f"[{{loss: {{name: {first}}}, weight: 1}}, {{loss: {{name: {second}}}, weight: 0.1}}]"
+    return f"loss={{name: mix, parts: {parts}{more}}}"
+
+
 def demonstration(content: str, role: str = "assistant") -> str:
     return (
         f'prompt.demonstration=[{{role: user, content: "{{{{ problem }}}}"}}, {{role: {role}, content: "{content}"}}]'
     )
+
+
+BASELINE = "sampled_reverse_kl, group_baseline: true"
+SAMPLES = "rollout.num_samples=2"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +78,68 @@ def demonstration(content: str, role: str = "assistant") -> str:
             ["loss.name=sampled_reverse_kl", "rollout.temperature=0"],
             "needs sampled completions",
             "rollout.temperature=1",
+        ),
+        (["loss.name=sft"], "loss `sft` alone is not on-policy", "loss={name: mix, parts:"),
+        ([mix("sft", "sft")], "a mix of nothing but `sft` is not on-policy", "loss={name: mix, parts:"),
+        (
+            [mix("forward_kl, mask: {first: 3}", "sft")],
+            "`loss.parts.0.loss.mask` is set",
+            "set loss.mask instead",
+        ),
+        (
+            [mix("forward_kl", "sft, reduction: sequence")],
+            "`loss.parts.1.loss.reduction` is set",
+            "set loss.reduction instead",
+        ),
+        (
+            [mix(BASELINE, BASELINE + ", discount: 0.5"), SAMPLES],
+            "a `group_baseline` of different advantages",
+            "the same temperature and discount",
+        ),
+        (
+            ["loss.mask={first: 1, skip_boundary: true}"],
+            "`loss.mask` leaves out every token",
+            "loss.mask.first=2 or more",
+        ),
+        (
+            ["loss.mask.skip_boundary=true", "rollout.max_new_tokens=1"],
+            "`loss.mask.skip_boundary` leaves out every token",
+            "raise rollout.max_new_tokens",
+        ),
+        (
+            ["loss.mask.student_entropy={min: 0}"],
+            "`loss.mask.student_entropy` leaves nothing out",
+            "loss.mask.student_entropy=null",
+        ),
+        (
+            ["loss.mask.teacher_entropy={min: 2, max: 1}"],
+            "`loss.mask.teacher_entropy` leaves out every token",
+            "to at most loss.mask.teacher_entropy.max",
+        ),
+        (
+            ["loss.mask.teacher_entropy={max: 0}"],
+            "`loss.mask.teacher_entropy` leaves out every token",
+            "loss.mask.teacher_entropy.max=0.1",
+        ),
+        (
+            ["loss={name: sampled_reverse_kl, mask: {teacher_entropy: {max: 1}}}"],
+            "`loss.mask.teacher_entropy` cannot be computed",
+            "student_entropy",
+        ),
+        (
+            [mix("sampled_reverse_kl", "sft", ", mask: {teacher_entropy: {max: 1}}")],
+            "`loss.mask.teacher_entropy` cannot be computed",
+            "a divergence such as reverse_kl",
+        ),
+        (
+            [mix("forward_kl, temperature: 2", "reverse_kl", ", mask: {student_entropy: {max: 1}}")],
+            "an entropy gate of `loss.mask` has no temperature",
+            "the same temperature",
+        ),
+        (
+            ["loss={name: sampled_reverse_kl, group_baseline: true}"],
+            "`loss.group_baseline` has no group",
+            "rollout.num_samples=2",
         ),
         # sampling
         (["rollout.temperature=0", "rollout.num_samples=2"], "`rollout.num_samples` is 2", "rollout.num_samples=1"),
@@ -183,6 +259,8 @@ def test_what_cannot_work_is_refused_with_a_fix(overrides: list[str], what: str,
     ("overrides", "what"),
     [
         (["loss.clip={name: per_entry, max: 0.05}"], "loss.clip.name=per_entry"),
+        (["loss.mask.first=600"], "loss.mask.first=600 and rollout.max_new_tokens=512"),
+        (["loss.mask.last=600"], "loss.mask.last=600 and rollout.max_new_tokens=512"),
         (["student.adapter.name=full"], "train.learning_rate=0.001 with full fine-tuning"),
         (
             ["student.adapter.name=full", "train.learning_rate=1e-5"],
@@ -220,6 +298,12 @@ def test_what_runs_but_is_probably_not_meant_is_a_warning(overrides: list[str], 
         ["context.name=none", "teacher={name: model, model: other/model}"],
         ["context.name=answer_only", teacher("{{ answer }} {{ problem }}")],
         ["rollout.temperature=0"],
+        ["loss.mask={first: 512, last: 512, skip_boundary: true, skip_special_tokens: true, skip_whitespace: true}"],
+        ["loss.mask={first: 1, last: 1, skip_boundary: true}"],
+        ["loss.mask={teacher_entropy: {min: 1, max: 1}, student_entropy: {min: 0.1}}", "loss.reduction=sequence"],
+        [mix("forward_kl", "sft", ", reduction: sequence, mask: {first: 9}")],
+        [mix("forward_kl, temperature: 2", "sft", ", mask: {teacher_entropy: {max: 1}}")],
+        [mix(BASELINE, BASELINE), SAMPLES],
         ["data.train.options={heldout_frac: 0.4}", "eval.data.options={heldout_frac: 0.4}"],
         ["train.schedule.num_warmup_steps=9"],
     ],
@@ -288,6 +372,43 @@ def test_a_loss_that_needs_more_than_the_teacher_gives_is_refused(monkeypatch: p
 )
 def test_the_formula_says_every_option_that_is_on(override: str, expected: str) -> None:
     assert formula(recipe(override).loss).startswith(expected)
+
+
+def test_the_objective_of_a_recipe_says_that_sft_is_on_given_solutions() -> None:
+    loss = recipe(mix("forward_kl", "sft", ", mask: {first: 9}")).loss
+    text = objective(loss)
+    assert text.startswith("1·[KL(p‖q)")
+    assert "the first 9 tokens; plus 0.1·[-log q(s_t)], s the problem's own solution" in text
+    assert "y_t" not in text
+    assert objective(recipe().loss) == formula(recipe().loss)
+    assert text in dry_run_summary(load_recipe(BASE, [mix("forward_kl", "sft", ", mask: {first: 9}")])).plain
+    assert solution_weight(loss) == 0.1
+    sampled = on_policy(loss)
+    assert isinstance(sampled, MixConfig)
+    assert [part.loss.name for part in sampled.parts] == ["forward_kl"]
+    assert sampled.mask == loss.mask
+
+
+def test_a_resolved_mix_is_a_recipe_without_faults() -> None:
+    """`resolved.yaml` writes the defaults of every part, and a default is no choice of its own."""
+    loaded = load_recipe(BASE, [mix("forward_kl", "sft", ", reduction: sequence")])
+    again = load_recipe(yaml.safe_load(resolved_yaml(loaded.recipe, loaded.provenance))).recipe
+    assert again == loaded.recipe
+    assert check(again) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": "sampled_reverse_kl", "mask": {"teacher_entropy": {"max": 1.0}}},
+        {"name": "sft", "mask": {"teacher_entropy": {"max": 1.0}}},
+        {"name": "reverse_kl", "mask": {"student_entropy": {"min": 2.0, "max": 1.0}}},
+        {"name": "mix", "parts": [{"loss": {"name": "tvd", "mask": {"first": 3}}, "weight": 1.0}]},
+    ],
+)
+def test_a_loss_that_contradicts_itself_cannot_be_built_either(config: dict[str, Any]) -> None:
+    with pytest.raises(OpdError, match="The loss config: "):
+        build(config)
 
 
 def test_a_dry_run_says_what_would_happen() -> None:

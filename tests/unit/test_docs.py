@@ -228,7 +228,8 @@ def test_options_that_are_named_exist(page: Path) -> None:
         match = re.fullmatch(r"([a-z_]+(?:\.[a-z_]+|\.\d+)+)(?:=.*)?", word)
         if match and match[1].split(".")[0] in sections and match[1].rsplit(".", 1)[1] not in endings:
             key = re.sub(r"^prompt\.(\w+)\.0(\.role|\.content)?$", r"prompt.\1", match[1])
-            key = re.sub(r"^loss\.parts\.\d+(\.weight)?$", "loss.parts", re.sub(r"^loss\.parts\.\d+\.loss\b", "loss", key))
+            key = re.sub(r"^loss\.parts\.\d+\.loss\b", "loss", key)
+            key = re.sub(r"^loss\.parts\.\d+(\.weight)?$", "loss.parts", key)
             assert key in keys, f"{page.name}: `{word}`"
 
 

@@ -1,17 +1,17 @@
 """Rules that span sections, checked before any model is loaded; and what a run would do, for `--dry-run`.
 
-Each rule is a function that yields faults (errors) and warnings; the rules stand in `method_rules`, `prompt_rules` and
-`data_rules`. All errors are raised together.
+Each rule is a function that yields faults (errors) and warnings; the rules stand in `method_rules`, `loss_rules`,
+`prompt_rules` and `data_rules`. All errors are raised together.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opd.config import data_rules, method_rules, prompt_rules
+from opd.config import data_rules, loss_rules, method_rules, prompt_rules
 from opd.config.faults import Fault, raise_all
 from opd.config.findings import Rule, Warning_
-from opd.config.formula import PROVIDES, formula, needs, temperatures
+from opd.config.formula import PROVIDES, formula, needs, objective, temperatures
 from opd.config.load import LoadedRecipe
 from opd.config.schema import (
     EmaWeights,
@@ -28,7 +28,7 @@ from opd.config.schema import (
 if TYPE_CHECKING:
     from rich.text import Text
 
-RULES: tuple[Rule, ...] = (*method_rules.RULES, *prompt_rules.RULES, *data_rules.RULES)
+RULES: tuple[Rule, ...] = (*method_rules.RULES, *loss_rules.RULES, *prompt_rules.RULES, *data_rules.RULES)
 
 
 def check(recipe: Recipe) -> list[Warning_]:
@@ -59,7 +59,7 @@ def dry_run_summary(loaded: LoadedRecipe) -> Text:
         "recipe": f"{recipe.name} ({' < '.join(loaded.layers)})",
         "student": _student(recipe.student),
         "teacher": f"{_teacher(recipe.teacher)}, shown {_context(recipe)}",
-        "minimises": formula(recipe.loss),
+        "minimises": objective(recipe.loss),
         "temperatures": f"rollout {recipe.rollout.temperature:g}, loss {temperatures(recipe.loss)}",
         "data": _source(recipe.data.train),
         "budget": _budget(recipe),

@@ -1,4 +1,4 @@
-"""What a loss minimises, as a formula; and what each loss needs of a teacher. Imports no torch."""
+"""What a loss minimises, as a formula; what it needs of a teacher and of given solutions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def needs(loss: LossConfig) -> frozenset[Scores]:
     return frozenset({"Full"})
 
 
+def on_policy(loss: LossConfig) -> LossConfig | None:
+    """What a recipe's loss says of sampled completions: a mix without `sft`, which is about given solutions.
+
+    None when nothing is left.
+    """
+    if isinstance(loss, SFTConfig):
+        return None
+    if not isinstance(loss, MixConfig) or not solution_weight(loss):
+        return loss
+    parts = tuple(part for part in loss.parts if not isinstance(part.loss, SFTConfig))
+    return loss.model_copy(update={"parts": parts}) if parts else None
+
+
+def solution_weight(loss: LossConfig) -> float:
+    """What the cross-entropy on the problems' own solutions is multiplied with; 0 in a loss without it."""
+    if not isinstance(loss, MixConfig):
+        return 0.0
+    return sum(part.weight for part in loss.parts if isinstance(part.loss, SFTConfig))
+
+
 def temperatures(loss: LossConfig) -> str:
     """What divides the logits of both sides in a loss; of a mix, part by part."""
     parts = [part.loss for part in loss.parts] if isinstance(loss, MixConfig) else [loss]
@@ -68,6 +88,14 @@ def formula(loss: LossConfig) -> str:
         text = _part(loss)
     mean = ", mean over each completion, then over completions" if loss.reduction == "sequence" else ""
     return f"{text}{_mask(loss.mask)}{mean}"
+
+
+def objective(loss: LossConfig) -> str:
+    """What a recipe minimises: the formula, with `sft` as what it is there, a term on the problems' own solutions."""
+    sampled, weight = on_policy(loss), solution_weight(loss)
+    if sampled is None or not weight:
+        return formula(loss)
+    return f"{formula(sampled)}; plus {weight:g}·[-log q(s_t)], s the problem's own solution, q = softmax(z_student)"
 
 
 def _part(loss: PartConfig) -> str:

@@ -1,4 +1,4 @@
-"""Rules about student, teacher, loss, sampling and training."""
+"""Rules about student, teacher, sampling and training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from opd.config.faults import Fault
 from opd.config.findings import Rule, Warning_
 from opd.config.formula import PROVIDES, needs
-from opd.config.loss import DivergenceConfig, JSDConfig, MixConfig, PartConfig, PerEntryClip, SampledReverseKLConfig
 from opd.config.prompt_rules import same_prompts
 from opd.config.schema import (
     FullConfig,
@@ -65,72 +64,6 @@ def scores_suffice(recipe: Recipe) -> Iterator[Fault | Warning_]:
             f"it needs {' or '.join(sorted(needed))}, and the teacher provides {', '.join(sorted(provided))}",
             "choose another teacher.name or loss.name",
         )
-
-
-def parts_of(recipe: Recipe) -> list[tuple[str, PartConfig]]:
-    """The losses of a recipe, each with where it stands: one, or the parts of a mix."""
-    if isinstance(recipe.loss, MixConfig):
-        return [(f"loss.parts.{number}.loss", part.loss) for number, part in enumerate(recipe.loss.parts)]
-    return [("loss", recipe.loss)]
-
-
-def jsd_weight_is_inside(recipe: Recipe) -> Iterator[Fault | Warning_]:
-    """The ends of the generalised Jensen-Shannon divergence are zero, not the KLs that GKD's code puts there."""
-    for where, loss in parts_of(recipe):
-        if not isinstance(loss, JSDConfig) or 0 < loss.teacher_weight < 1:
-            continue
-        what = f"`{where}.teacher_weight` is {loss.teacher_weight:g}, outside the open interval (0, 1)"
-        ends = {0.0: ("KL(teacher‖student)", "forward_kl"), 1.0: ("KL(student‖teacher)", "reverse_kl")}
-        if loss.teacher_weight not in ends:
-            yield Fault(what, "a weight of a mixture lies between 0 and 1", f"set {where}.teacher_weight=0.5")
-            continue
-        divergence, name = ends[loss.teacher_weight]
-        yield Fault(
-            what,
-            "there the divergence is zero whatever the models say; GKD's code puts "
-            f"{divergence} in its place, which has a name of its own",
-            f"set {where}.name={name}, or a weight such as {where}.teacher_weight=0.5",
-        )
-
-
-def clip_is_meant(recipe: Recipe) -> Iterator[Fault | Warning_]:
-    """The published clip does not do what its name says."""
-    for where, loss in parts_of(recipe):
-        if isinstance(loss, DivergenceConfig) and isinstance(loss.clip, PerEntryClip):
-            yield Warning_(
-                f"{where}.clip.name=per_entry, the clip of OPSD",
-                "clamped before the sum, the loss can be negative, and the teacher's favourite token can be pushed "
-                "down",
-                f"Use {where}.clip.name=weight unless you reproduce that paper",
-            )
-
-
-def sampling_suits_loss(recipe: Recipe) -> Iterator[Fault | Warning_]:
-    """A sampled-token objective is an expectation under the student: what is sampled has to be that distribution."""
-    rollout = recipe.rollout
-    for where, loss in parts_of(recipe):
-        if not isinstance(loss, SampledReverseKLConfig):
-            continue
-        if rollout.temperature == 0:
-            yield Fault(
-                f"loss `{loss.name}` needs sampled completions",
-                "rollout.temperature=0 is greedy, and one fixed completion estimates no expectation",
-                f"set rollout.temperature=1, or {where}.name=reverse_kl",
-            )
-            continue
-        if loss.importance is None and rollout.temperature != loss.temperature:
-            yield Warning_(
-                f"rollout.temperature={rollout.temperature:g} and {where}.temperature={loss.temperature:g}",
-                "tokens are drawn from another distribution than the one whose KL is estimated, so the estimate is "
-                "biased",
-                f"Make them equal, or correct with {where}.importance.clip=2",
-            )
-        if rollout.top_p < 1 or rollout.top_k is not None or rollout.min_p > 0:
-            yield Warning_(
-                "rollout.top_p, top_k or min_p cut the distribution that is sampled",
-                "tokens outside are never seen, so the estimate of the KL is biased",
-                "Set rollout.top_p=1, rollout.top_k=null and rollout.min_p=0",
-            )
 
 
 def sampling_makes_sense(recipe: Recipe) -> Iterator[Fault | Warning_]:
@@ -254,10 +187,7 @@ RULES: tuple[Rule, ...] = (
     models_can_load,
     teacher_differs_from_student,
     scores_suffice,
-    jsd_weight_is_inside,
-    clip_is_meant,
     sampling_makes_sense,
-    sampling_suits_loss,
     adapter_options_have_one,
     training_adds_up,
 )

@@ -16,7 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from opd.config.faults import raise_all
 from opd.config.loss import LossConfig, MixConfig
+from opd.config.loss_rules import contradictions
 from opd.errors import OpdError
 from opd.loss.base import Loss, RolloutTokens
 from opd.loss.distance import DivergenceLoss
@@ -61,7 +63,7 @@ def build(config: Mapping[str, Any] | LossConfig, *, chunk_bytes: int | None = N
         chunk_bytes: memory of the logits that exist at a time, both models together. None chooses by device.
 
     Raises:
-        OpdError: an unknown name or key, or a value out of range (NaN included).
+        OpdError: an unknown name or key, a value out of range (NaN included), or options that contradict each other.
     """
     try:
         checked: LossConfig = TypeAdapter[LossConfig](LossConfig).validate_python(config)
@@ -70,4 +72,5 @@ def build(config: Mapping[str, Any] | LossConfig, *, chunk_bytes: int | None = N
         raise OpdError(
             "The loss config is not valid.", why=problems, fix=f"see docs/losses.md; names are {', '.join(LOSSES)}"
         ) from None
+    raise_all("The loss config", list(contradictions(checked)))
     return LOSSES[checked.name](checked, chunk_bytes)

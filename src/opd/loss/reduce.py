@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -53,6 +54,20 @@ def global_sequence_mean(
     if num_global_sequences == 0:
         return None
     return (values_N / num_sequence_tokens_N).sum() * (num_ranks / num_global_sequences)
+
+
+def tokens_per_sequence(
+    sequence_N: Int[Tensor, " N"], supervised_N: Float[Tensor, " N"] | None = None
+) -> Int[Tensor, " N"]:
+    """[N]: how many supervised tokens the sequence of each row has; at least 1, so that one divides by it.
+
+    Args:
+        sequence_N: [N] which sequence a row belongs to; all rows of a sequence are here.
+        supervised_N: [N] 1 where an entropy gate left the row supervised, 0 where it did not; None without a gate.
+    """
+    _, index_N = sequence_N.unique(return_inverse=True)
+    counted_N = torch.ones_like(index_N) if supervised_N is None else (supervised_N > 0).to(index_N.dtype)
+    return torch.zeros_like(index_N).index_add(0, index_N, counted_N)[index_N].clamp(min=1)
 
 
 def metric_sums(metrics: Mapping[str, Tensor]) -> dict[str, float]:
