@@ -79,7 +79,7 @@ class Logits:
         for start in range(0, self.num_tokens, self.scratch.tile_size):
             yield slice(start, min(start + self.scratch.tile_size, self.num_tokens))
 
-    def fill(self, inputs: Sequence[Float[Tensor, "N D"]], head: Head | None) -> Logits:
+    def fill(self, inputs: Sequence[Float[Tensor, "N _"]], head: Head | None) -> Logits:
         """Compute the logits from the inputs of the head's factors, or copy them in when there is no head."""
         if head is None:
             self.storage_VN.copy_(inputs[0].T)
