@@ -12,22 +12,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tiny
+from heads import NUM_ROWS, VOCAB_SIZE, build
 from opd.errors import OpdError
 from opd.forward import body_of
 from opd.loss import Head
 
-NUM_ROWS, VOCAB_SIZE = 96, 90
 IDS = torch.arange(40).reshape(2, 20)
 
 
 def own_logits(model: PreTrainedModel) -> Tensor:
     with torch.no_grad():
-        return model(IDS).logits[..., :VOCAB_SIZE].flatten(0, 1)
+        return model(IDS, use_cache=False).logits[..., :VOCAB_SIZE].flatten(0, 1)
 
 
 def head_logits(head: Head, model: Any) -> Tensor:
     with torch.no_grad():
-        return head.logits(body_of(model)(IDS).last_hidden_state.flatten(0, 1))
+        return head.logits(body_of(model)(IDS, use_cache=False).last_hidden_state.flatten(0, 1))
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -48,6 +48,62 @@ def test_proof_holds_in_bfloat16(architecture: str) -> None:
     model = tiny.ARCHITECTURES[architecture](NUM_ROWS).to(torch.bfloat16)
     head = Head.from_model(model, vocab_size=VOCAB_SIZE)
     assert head_logits(head, model).dtype == torch.float32
+
+
+# family -> fields beside the shape -> (scale, softcap, whether there is a bias)
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[float, float | None, bool]]] = {
+    "olmo": ({}, (1.0, None, False)),
+    "phi": ({}, (1.0, None, True)),
+    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, (1.0, None, True)),
+    "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, (1.0, None, False)),
+    "mamba": ({}, (1.0, None, False)),
+    "recurrent_gemma": ({"lru_width": 32, "logits_soft_cap": 3.0}, (1.0, 3.0, False)),
+    "nanochat": ({"final_logit_softcapping": 3.0}, (1.0, 3.0, False)),
+    "cohere2": ({"logit_scale": 0.25}, (0.25, None, False)),
+    "falcon_h1": (
+        {"lm_head_multiplier": 0.25, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+        (0.25, None, False),
+    ),
+    "granitemoe": ({"logits_scaling": 4.0}, (0.25, None, False)),
+    "minicpm3": (
+        {"dim_model_base": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4},
+        (0.25, None, False),
+    ),
+    "hyperclovax": ({"logits_scaling": 4.0}, (4.0, None, False)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scale_softcap_and_bias_of_other_families(family: str) -> None:
+    fields, expected = FAMILIES[family]
+    model = build(family, **fields)
+    head = Head.from_model(model, vocab_size=VOCAB_SIZE)
+    assert (head.scale, head.softcap, head.bias is not None) == expected
+    torch.testing.assert_close(head_logits(head, model), own_logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_family_with_another_layer_before_its_matrix_is_refused() -> None:
+    with pytest.raises(OpdError, match="own logits") as error:
+        Head.from_model(build("roberta", is_decoder=True))
+    assert "differ by up to" in error.value.why
+    with pytest.raises(OpdError, match="cannot be used") as error:
+        Head.from_model(build("rembert", is_decoder=True, input_embedding_size=16, output_embedding_size=24))
+    assert "takes 24" in error.value.why
+
+
+def test_a_scale_for_each_token_is_refused() -> None:
+    model = build("dory").requires_grad_(False)
+    with pytest.raises(OpdError, match="own logits"):
+        Head.from_model(model)
+
+
+def test_logits_that_the_model_cuts_itself_must_be_cut_here_too() -> None:
+    model = tiny.build_llama(NUM_ROWS)
+    model.lm_head.register_forward_hook(lambda _module, _args, output: output[..., :VOCAB_SIZE])
+    with pytest.raises(OpdError, match="cannot be used") as error:
+        Head.from_model(model)
+    assert f"vocab_size={VOCAB_SIZE}" in error.value.fix
+    Head.from_model(model, vocab_size=VOCAB_SIZE)
 
 
 def test_a_tied_head_is_the_embedding_itself() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,36 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, TrainableTokensConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, TrainableTokensConfig
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import tiny
+from heads import LORA, NUM_ROWS, VOCAB_SIZE, adapted, move
 from opd.errors import OpdError
 from opd.forward import body_of
 from opd.loss import Head, LowRank
 
-NUM_ROWS, VOCAB_SIZE = 96, 90
 IDS = torch.arange(40).reshape(2, 20)
-LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head", "q_proj"]}
-
-
-def adapted(base: Any, config: PeftConfig, *, moved: bool = True) -> Any:
-    """A peft model whose adapters are away from their start, where B is zero and any head would do."""
-    torch.manual_seed(1)
-    with warnings.catch_warnings():
-        # Of a tied head, peft says that merging changes the embedding too.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings=True")
-        model = get_peft_model(base, config)
-    return move(model) if moved else model
-
-
-def move(model: Any) -> Any:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad or "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
 
 
 def own_logits(model: nn.Module) -> Tensor:
