@@ -121,7 +121,8 @@ class DivergenceLoss(RowLoss):
             metrics["supervised"] = kept[:, 0].to(value.dtype)
         if config.scale_by_temperature_squared:
             value, factor = value * config.temperature**2, factor * config.temperature**2
-        gradient = outcomes.gradient(slopes_of, Sums(bounded_slope, slope, factor), norms)
+        scales = norms is not None or kept is not None or config.scale_by_temperature_squared
+        gradient = outcomes.gradient(slopes_of, Sums(bounded_slope, slope, factor if scales else None), norms)
         after = None if norms is None else lambda: shut(norms.metrics(clip_factor))
         return Terms(value[:, 0], gradient, metrics, after)
 

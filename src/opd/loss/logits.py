@@ -104,7 +104,15 @@ class Logits:
 
     def log_prob(self, tile: slice, temperature: float, into: str) -> Float[Tensor, "N v"]:
         """log softmax(logits/τ) of a tile, in the named buffer."""
-        return self.scaled(tile, temperature, into).sub_(self.stats(temperature).log_total)
+        z_Nv = self._read(tile, temperature, into)
+        out_Nv = self.scratch.take(into, *z_Nv.shape)
+        return torch.sub(z_Nv, self.stats(temperature).log_total, out=out_Nv)
+
+    def _read(self, tile: slice, temperature: float, into: str) -> Float[Tensor, "N v"]:
+        """logits/τ of a tile to look at: the stored ones where they are what is asked for, else in the named buffer."""
+        if temperature == 1.0 and self.storage_VN.dtype == self.scratch.dtype:
+            return self.storage_VN[tile].T
+        return self.scaled(tile, temperature, into)
 
     def stats(self, temperature: float) -> Stats:
         """Normaliser and entropy of softmax(logits/τ); a logit of −inf becomes a probability of exp(`LOG_ZERO`)."""
@@ -126,12 +134,15 @@ class Logits:
         """One pass: maximum m, Σ e^(z−m) and Σ (z−m) e^(z−m), rescaled whenever the maximum grows."""
         maximum = total = weighted = place = torch.empty(0)
         for tile in self.tiles():
-            z_Nv = self.scaled(tile, temperature, "z")
-            if without_NK is not None:
+            if without_NK is None:
+                z_Nv = self._read(tile, temperature, "z")
+            else:
+                z_Nv = self.scaled(tile, temperature, "z")
                 put(z_Nv, self.scratch, "z", without_NK, tile, LOG_ZERO)
             here = row_max(z_Nv)
             top = torch.maximum(maximum, here) if tile.start else here
-            e_Nv = torch.exp(z_Nv.sub_(top), out=self.scratch.take("e", *z_Nv.shape))
+            z_Nv = torch.sub(z_Nv, top, out=self.scratch.take("z", *z_Nv.shape))
+            e_Nv = torch.exp(z_Nv, out=self.scratch.take("e", *z_Nv.shape))
             here_total, here_weighted = row_sum(e_Nv), row_sum(z_Nv.mul_(e_Nv))
             if tile.start:
                 shift = maximum - top

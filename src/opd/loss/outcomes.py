@@ -37,11 +37,11 @@ class Slopes:
 
 @dataclass(frozen=True)
 class Sums:
-    """Over all outcomes of a row, [N, 1]: Σ slope with and without the bound, and what the gradient is scaled with."""
+    """Over all outcomes of a row, [N, 1]: Σ slope with and without the bound, and what scales the gradient, if any."""
 
     bounded: Column
     unbounded: Column
-    factor: Column
+    factor: Column | None
 
 
 class GradientNorms:
@@ -108,7 +108,7 @@ class FullOutcomes:
             grad = grad if self._temperature == 1.0 else grad.div_(self._temperature)
             if norms is not None:
                 norms.add(grad if before is None else before, grad)
-            return grad.mul_(sums.factor)
+            return grad if sums.factor is None else grad.mul_(sums.factor)
 
         return tile_gradient
 
@@ -181,7 +181,7 @@ class TopKOutcomes:
             before = (slopes.unbounded - q * sums.unbounded) / self._temperature
         if norms is not None:
             self._add_norms(norms, before, after)
-        after = after * sums.factor
+        after = after if sums.factor is None else after * sums.factor
         tokens, bucket = (after, None) if self._rest is None else (after[:, :-1].contiguous(), after[:, -1:])
 
         def tile_gradient(tile: slice) -> Tensor:
