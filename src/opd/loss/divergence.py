@@ -96,13 +96,13 @@ class Outcomes(Protocol):
 Entries = tuple[Tensor, Tensor]
 
 
-def forward_kl(pair: Pair, _config: ForwardKLConfig, _weights: None) -> Entries:
+def forward_kl(pair: Pair, _config: ForwardKLConfig | SkewKLConfig, _weights: None) -> Entries:
     """KL(p‖q): d = p (log p − log q). Classic distillation, and the choice of OPSD (arXiv 2601.18734)."""
     p = pair.p
     return pair.log_p.sub_(pair.log_q).mul_(p), p.neg_()
 
 
-def reverse_kl(pair: Pair, _config: ReverseKLConfig, _weights: None) -> Entries:
+def reverse_kl(pair: Pair, _config: ReverseKLConfig | SkewReverseKLConfig, _weights: None) -> Entries:
     """KL(q‖p): d = q (log q − log p). MiniLLM (arXiv 2306.08543), Thinking Machines."""
     q = pair.q
     values = pair.log_q.sub_(pair.log_p).mul_(q)
@@ -121,6 +121,8 @@ def jsd(pair: Pair, config: JSDConfig, _weights: None) -> Entries:
 
 def skew_kl(pair: Pair, config: SkewKLConfig, _weights: None) -> Entries:
     """KL(p‖m) with m = α p + (1−α) q: DistiLLM (arXiv 2402.03898); slope −p (1−α) q / m."""
+    if config.alpha == 0:  # m is q then, and a q that underflows is only known by its logarithm
+        return forward_kl(pair, config, None)
     p, q = pair.p, pair.q
     m = torch.lerp(q, p, config.alpha, out=pair.buffer("m"))
     slope = torch.mul(p, q, out=pair.log_q).mul_(config.alpha - 1).div_(_positive(m))
@@ -129,6 +131,8 @@ def skew_kl(pair: Pair, config: SkewKLConfig, _weights: None) -> Entries:
 
 def skew_reverse_kl(pair: Pair, config: SkewReverseKLConfig, _weights: None) -> Entries:
     """KL(q‖m) with m = (1−α) p + α q: DistiLLM-2 (arXiv 2503.07067); slope d + q (1 − α q / m)."""
+    if config.alpha == 0:
+        return reverse_kl(pair, config, None)
     p, q = pair.p, pair.q
     m = torch.lerp(p, q, config.alpha, out=pair.buffer("m"))
     share = torch.div(q, _positive(m), out=pair.log_p).mul_(-config.alpha).add_(1.0).mul_(q)
