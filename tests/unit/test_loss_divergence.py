@@ -1,35 +1,17 @@
-"""Divergences and clips against the float64 reference, and what each of them promises."""
+"""What each divergence and each clip promises, beyond its value (which `test_loss_reference.py` compares)."""
 
 from __future__ import annotations
 
-from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from opd.loss import Full, Head, Loss, build
+from loss_cases import CLIPS, COMBINATIONS, DIVERGENCES, SUPPORTS, N, label, pair
+from opd.loss import Full, Loss, build
 from reference import losses as reference
-
-# N supervised tokens, V vocabulary, D hidden size.
-N, V, D = 9, 13, 6
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-# Bounds that some rows (or entries) of the data below exceed and others do not.
-CLIPS = (
-    {"name": "none"},
-    {"name": "per_token", "max": 0.4},
-    {"name": "weight", "max": 0.4},
-    {"name": "per_entry", "max": 0.05},
-)
-
-
-def pair(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Logits of a student and of a teacher that agree on the first rows and less and less on the later ones."""
-    generator = torch.Generator().manual_seed(seed)
-    student = torch.randn(N, V, generator=generator, dtype=torch.float64) * 2
-    away = torch.randn(N, V, generator=generator, dtype=torch.float64)
-    return student.to(dtype), (student + away * torch.linspace(0.05, 2.5, N, dtype=torch.float64)[:, None]).to(dtype)
 
 
 def value_and_gradient(loss: Loss, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,67 +22,43 @@ def value_and_gradient(loss: Loss, student: Tensor, teacher: Tensor) -> tuple[Te
     return values.detach(), student.grad
 
 
-@pytest.mark.parametrize(
-    ("name", "clip", "temperature"),
-    [*product(DIVERGENCES, CLIPS, (1.0, 0.7))],
-    ids=lambda x: str(x["name"] if isinstance(x, dict) else x),
-)
-def test_equals_the_reference(name: str, clip: dict[str, object], temperature: float) -> None:
-    config = {"name": name, "clip": clip, "temperature": temperature}
-    options = {"clip": clip, "temperature": temperature}
-    if name == "jsd":
-        config["teacher_weight"] = options["teacher_weight"] = 0.3
-    student, teacher = pair()
-    values, gradient = value_and_gradient(build(config), student, teacher)
-    np.testing.assert_allclose(
-        values, reference.divergence(name, student.numpy(), teacher.numpy(), **options), rtol=1e-10
-    )
-    expected = reference.divergence_gradient(name, student.numpy(), teacher.numpy(), **options)
-    np.testing.assert_allclose(gradient, expected, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: clip["name"])
-def test_linear_equals_tokens_in_float32(name: str, clip: dict[str, object]) -> None:
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    hidden, head = draw(N, D), Head(draw(V + 3, D), draw(V + 3), scale=0.5, softcap=3.0, vocab_size=V)
-    teacher_hidden, teacher_head = draw(N, 4), Head(draw(V, 4))
-    loss = build({"name": name, "clip": clip, "temperature": 1.5}, chunk_bytes=2 * V * 4)
-    linear_in, tokens_in = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    linear = loss.linear(linear_in, head, Full(teacher_hidden, teacher_head))
-    tokens = loss.tokens(head.logits(tokens_in), Full.from_logits(teacher_head.logits(teacher_hidden)))
-    torch.testing.assert_close(linear.values, tokens.values, rtol=1e-5, atol=1e-5)
-    assert linear.metrics.keys() == tokens.metrics.keys()
-    for metric in linear.metrics:
-        torch.testing.assert_close(linear.metrics[metric], tokens.metrics[metric], rtol=1e-4, atol=1e-5)
-    upstream = draw(N)
-    (linear.values @ upstream).backward()
-    (tokens.values @ upstream).backward()
-    torch.testing.assert_close(linear_in.grad, tokens_in.grad, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: clip["name"])
-def test_zero_and_flat_where_student_equals_teacher(name: str, clip: dict[str, object]) -> None:
+@pytest.mark.parametrize("config", COMBINATIONS, ids=label)
+def test_zero_and_flat_where_student_equals_teacher(config: dict[str, Any]) -> None:
     student, _ = pair(dtype=torch.float32)
-    values, gradient = value_and_gradient(build({"name": name, "clip": clip}), student, student)
+    values, gradient = value_and_gradient(build(config), student, student)
     assert values.abs().max() < 1e-6
     assert gradient.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("seed", range(5))
-def test_never_negative_and_a_step_down_the_gradient_lowers_it(name: str, seed: int) -> None:
-    student, teacher = pair(seed)
-    loss = build({"name": name})
+@pytest.mark.parametrize(
+    "config",
+    [c for c in COMBINATIONS if c["clip"]["name"] != "per_entry" and c["support"].get("tail") != "renormalize"],
+    ids=label,
+)
+def test_never_negative_and_a_step_down_the_gradient_lowers_it(config: dict[str, Any]) -> None:
+    student, teacher = pair(seed=1)
+    loss = build(config)
     values, gradient = value_and_gradient(loss, student, teacher)
     assert values.min() > 0
-    stepped, _ = value_and_gradient(loss, student - 0.05 * gradient, teacher)
-    assert bool((stepped < values).all())
+    stepped, _ = value_and_gradient(build({**config, "clip": {"name": "none"}}), student - 0.01 * gradient, teacher)
+    unclipped = loss.tokens(student, Full.from_logits(teacher)).metrics["unclipped"]
+    moves = gradient.norm(dim=-1) > 0
+    assert bool((stepped < unclipped)[moves].all())
+    # Only a clip of tokens leaves a row where it is, and only rows above its bound.
+    above = unclipped > config["clip"].get("max", torch.inf)
+    assert torch.equal(~moves, above if config["clip"]["name"] == "per_token" else torch.zeros_like(moves))
+
+
+@pytest.mark.parametrize("clip", CLIPS[:3], ids=lambda clip: clip["name"])
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=lambda config: config["name"])
+def test_descent_raises_the_token_that_the_teacher_prefers(divergence: dict[str, Any], clip: dict[str, Any]) -> None:
+    teacher, student = torch.tensor([[0.6, 0.3, 0.07, 0.03]]).log(), torch.tensor([[0.2, 0.6, 0.15, 0.05]]).log()
+    bound = {"per_token": 2.0}.get(clip["name"], 0.06)  # a clip of tokens that is reached gives no gradient at all
+    clip = clip if clip["name"] == "none" else {**clip, "max": bound}
+    _, gradient = value_and_gradient(build({**divergence, "clip": clip}), student, teacher)
+    assert gradient[0].argmin() == 0
+    assert gradient[0, 0] < -0.01
+    assert gradient[0, 1] > 0
 
 
 def test_directions_are_as_named() -> None:
@@ -137,35 +95,26 @@ def test_per_entry_clip_turns_the_published_example_around() -> None:
     assert value.item() < 0
 
 
-def test_clips_report_what_they_did() -> None:
+def test_a_loss_reports_what_it_was_before_the_clip_under_its_own_name() -> None:
     student, teacher = pair()
     plain = build({"name": "reverse_kl"}).tokens(student, Full.from_logits(teacher))
-    _, gradient = value_and_gradient(build({"name": "reverse_kl"}), student, teacher)
     assert "clipped" not in plain.metrics
+    assert "grad_removed_frac" not in plain.metrics
     for clip in CLIPS[1:]:
-        loss = build({"name": "reverse_kl", "clip": clip})
-        metrics = loss.tokens(student, Full.from_logits(teacher)).metrics
-        _, clipped_gradient = value_and_gradient(loss, student, teacher)
+        metrics = build({"name": "reverse_kl", "clip": clip}).tokens(student, Full.from_logits(teacher)).metrics
         torch.testing.assert_close(metrics["unclipped"], plain.values)
         torch.testing.assert_close(metrics["reverse_kl"], plain.values)
-        if clip["name"] == "per_entry":
-            over = reference.entries("reverse_kl", student.numpy(), teacher.numpy(), 1.0).max(-1) > 0.05
-        else:
-            over = plain.values.numpy() > 0.4
-        assert 0 < over.sum() < N
-        np.testing.assert_array_equal(metrics["clipped"], over)
-        torch.testing.assert_close(metrics["grad_norm_unclipped"], gradient.norm(dim=-1))
-        removed = 1 - clipped_gradient.norm(dim=-1) / gradient.norm(dim=-1)
-        torch.testing.assert_close(metrics["grad_removed_frac"], removed)
 
 
 def test_weight_clip_keeps_the_direction_and_per_token_drops_it() -> None:
     student, teacher = pair()
     values, gradient = value_and_gradient(build({"name": "forward_kl"}), student, teacher)
-    over = values > 0.4
+    bound = CLIPS[1]["max"]
+    over = values > bound
+    assert 0 < over.sum() < N
     _, weighted = value_and_gradient(build({"name": "forward_kl", "clip": CLIPS[2]}), student, teacher)
     _, dropped = value_and_gradient(build({"name": "forward_kl", "clip": CLIPS[1]}), student, teacher)
-    torch.testing.assert_close(weighted, gradient * (0.4 / values).clamp(max=1)[:, None])
+    torch.testing.assert_close(weighted, gradient * (bound / values).clamp(max=1)[:, None])
     assert not dropped[over].any()
     torch.testing.assert_close(dropped[~over], gradient[~over])
 
@@ -181,13 +130,63 @@ def test_temperature_squared_multiplies_after_the_clip() -> None:
     assert scaled_values.max() == pytest.approx(0.4)
 
 
-def test_entropies_and_agreement() -> None:
-    student, teacher = pair()
-    metrics = build({"name": "forward_kl", "temperature": 0.7}).tokens(student, Full.from_logits(teacher)).metrics
-    for name, logits in (("entropy_student", student), ("entropy_teacher", teacher)):
-        log_p = reference.log_softmax(logits.numpy(), 0.7)
-        np.testing.assert_allclose(metrics[name], -(np.exp(log_p) * log_p).sum(-1))
+@pytest.mark.parametrize("support", SUPPORTS, ids=lambda s: "_".join(map(str, s.values())))
+def test_agreement_is_about_the_whole_vocabulary_whatever_the_support(support: dict[str, Any]) -> None:
+    student, teacher = pair(seed=5)
+    metrics = build({"name": "forward_kl", "support": support}).tokens(student, Full.from_logits(teacher)).metrics
     agree = (student.argmax(-1) == teacher.argmax(-1)).double()
     assert 0 < agree.sum() < N
     torch.testing.assert_close(metrics["teacher_top1_agreement"], agree)
     assert not any(metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize(("skewed", "plain"), [("skew_kl", "forward_kl"), ("skew_reverse_kl", "reverse_kl")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_skew_of_zero_is_the_plain_divergence(skewed: str, plain: str, dtype: torch.dtype) -> None:
+    """Also where a probability underflows: then its logarithm alone tells how far apart the sides are."""
+    student, teacher = pair(dtype=dtype)
+    student[1, 3] = teacher[2, 4] = -1000.0
+    student[3, 5] = teacher[4, 6] = -torch.inf
+    found = value_and_gradient(build({"name": skewed, "alpha": 0.0}), student, teacher)
+    expected = value_and_gradient(build({"name": plain}), student, teacher)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_head_of_adaptive_kl_takes_ties_with_its_last_token() -> None:
+    """Of (.4, .2, .2, .2) the fewest tokens that reach 0.5 are the first and one of the others: so all others too."""
+    teacher, student = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log(), torch.tensor([[0.1, 0.5, 0.3, 0.1]]).log()
+    adaptive, _ = value_and_gradient(build({"name": "adaptive_kl"}), student, teacher)
+    forward, _ = value_and_gradient(build({"name": "forward_kl"}), student, teacher)
+    torch.testing.assert_close(adaptive, forward)
+
+
+def test_the_head_of_adaptive_kl_never_holds_the_bucket() -> None:
+    """Three of twelve equal tokens do not reach half of the mass, and the rest together is likelier than each."""
+    teacher, student = torch.zeros(1, 12), torch.tensor([[1.0, 0.5, *[0.0] * 10]])
+    support = {"name": "top_k", "k": 3, "of": "student"}
+    loss = build({"name": "adaptive_kl", "support": support, "head_mass": 0.99})
+    value, _ = value_and_gradient(loss, student, teacher)
+    expected = reference.divergence(loss.config.model_dump(), student.numpy(), teacher.numpy())
+    np.testing.assert_allclose(value, expected.values, rtol=1e-6)
+    reverse, _ = value_and_gradient(build({"name": "reverse_kl", "support": support}), student, teacher)
+    forward, _ = value_and_gradient(build({"name": "forward_kl", "support": support}), student, teacher)
+    assert min(forward, reverse) < value < max(forward, reverse)
+
+
+def test_entropy_aware_is_reverse_kl_below_the_threshold_and_more_above() -> None:
+    student, teacher = pair()
+    reverse, _ = value_and_gradient(build({"name": "reverse_kl"}), student, teacher)
+    forward, _ = value_and_gradient(build({"name": "forward_kl"}), student, teacher)
+    loss = build({"name": "entropy_aware", "threshold": 1.5, "forward_weight": 0.25})
+    scores = loss.tokens(student, Full.from_logits(teacher))
+    above = scores.metrics["entropy_teacher"] > 1.5
+    assert 0 < above.sum() < N
+    torch.testing.assert_close(scores.values, reverse + 0.25 * torch.where(above, forward, 0.0))
+
+
+def test_total_variation_is_half_the_distance() -> None:
+    student, teacher = pair()
+    values, _ = value_and_gradient(build({"name": "tvd"}), student, teacher)
+    expected = (torch.softmax(student, -1) - torch.softmax(teacher, -1)).abs().sum(-1) / 2
+    torch.testing.assert_close(values, expected)

@@ -1,0 +1,89 @@
+"""Every combination of divergence, clip and support, and data on which each of them has something to do.
+
+Tensor suffixes: N supervised tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opd.loss import Head, LowRank
+
+N, V, D = 5, 11, 4
+
+# Parameters other than the defaults, chosen so that rows of the data below fall on both sides of every threshold.
+DIVERGENCES: tuple[dict[str, Any], ...] = (
+    {"name": "forward_kl"},
+    {"name": "reverse_kl"},
+    {"name": "jsd", "teacher_weight": 0.3},
+    {"name": "skew_kl", "alpha": 0.2},
+    {"name": "skew_reverse_kl", "alpha": 0.2},
+    {"name": "adaptive_kl", "head_mass": 0.6},
+    {"name": "entropy_aware", "threshold": 1.4, "forward_weight": 0.5},
+    {"name": "tvd"},
+)
+CLIPS: tuple[dict[str, Any], ...] = (
+    {"name": "none"},
+    {"name": "per_token", "max": 0.06},
+    {"name": "weight", "max": 0.06},
+    {"name": "per_entry", "max": 0.02},
+)
+SUPPORTS: tuple[dict[str, Any], ...] = (
+    {"name": "full"},
+    *(
+        {"name": "top_k", "k": 4, "of": of, "tail": tail}
+        for of, tail in product(("teacher", "student", "union"), ("renormalize", "bucket"))
+    ),
+)
+COMBINATIONS = [
+    {**divergence, "clip": clip, "support": support, "temperature": (1.0, 0.7, 1.6)[number % 3]}
+    for number, (divergence, clip, support) in enumerate(product(DIVERGENCES, CLIPS, SUPPORTS))
+]
+
+
+def label(config: dict[str, Any]) -> str:
+    support = config.get("support", {"name": "full"})
+    where = "full" if support["name"] == "full" else f"{support['of']}_{support['tail']}"
+    return f"{config['name']}-{config.get('clip', {'name': 'none'})['name']}-{where}"
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def pair(seed: int = 0, dtype: torch.dtype = torch.float64, shape: tuple[int, int] = (N, V)) -> tuple[Tensor, Tensor]:
+    """Logits of a student and of a teacher that agree on the first rows and less and less on the later ones."""
+    student, away = draw(*shape, seed=seed) * 1.5, draw(*shape, seed=seed + 1000)
+    teacher = student + away * torch.linspace(0.1, 2.5, shape[0], dtype=torch.float64)[:, None]
+    return student.to(dtype), teacher.to(dtype)
+
+
+def heads(dtype: torch.dtype, num_tokens: int = V, width: int = D) -> dict[str, Head]:
+    """One head of each kind; every tensor is a leaf."""
+
+    def padded(seed: int) -> Tensor:
+        return draw(num_tokens + 3, width, dtype=dtype, seed=seed)
+
+    adapter = LowRank(draw(2, width, dtype=dtype, seed=24), draw(num_tokens + 3, 2, dtype=dtype, seed=25), scale=0.5)
+    return {
+        "plain": Head(draw(num_tokens, width, dtype=dtype, seed=20)),
+        "bias_scale": Head(padded(21), draw(num_tokens + 3, dtype=dtype, seed=22), scale=0.7, vocab_size=num_tokens),
+        "softcap_low_rank": Head(padded(23), scale=1.5, softcap=3.0, vocab_size=num_tokens, low_rank=(adapter,)),
+    }
+
+
+def leaves(head: Head) -> list[Tensor]:
+    """The tensors of a head that could train."""
+    bias = [] if head.bias is None else [head.bias]
+    return [head.weight, *bias, *(tensor for low in head.low_rank for tensor in (low.down, low.up))]
+
+
+def cut_vocabulary(monkeypatch: pytest.MonkeyPatch, num_rows: int, width: int, dtype: torch.dtype) -> int:
+    """Let a tile hold `width` tokens of `num_rows` rows; returns the chunk_bytes that give chunks of so many rows."""
+    monkeypatch.setattr("opd.loss.chunked._TILE_BYTES", num_rows * width * dtype.itemsize)
+    return 2 * num_rows * V * dtype.itemsize
