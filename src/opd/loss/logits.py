@@ -21,6 +21,8 @@ from opd.loss.head import Head, statistics_dtype
 # Probability zero counts as exp(-10,000): 0·log 0 is 0, and a divergence that is infinite (one side excludes what the
 # other expects) is large and finite, with a finite gradient that leads away from it. No other row is touched.
 LOG_ZERO = -1e4
+# A logit that no real one is below, for tokens that a sum leaves out: finite, so that a tile of nothing else is no NaN.
+_LEFT_OUT = -1e30
 
 
 def is_row_major(device: torch.device) -> bool:
@@ -138,7 +140,7 @@ class Logits:
                 z_Nv = self._read(tile, temperature, "z")
             else:
                 z_Nv = self.scaled(tile, temperature, "z")
-                put(z_Nv, self.scratch, "z", without_NK, tile, LOG_ZERO)
+                put(z_Nv, self.scratch, "z", without_NK, tile, _LEFT_OUT)
             here = row_max(z_Nv)
             top = torch.maximum(maximum, here) if tile.start else here
             z_Nv = torch.sub(z_Nv, top, out=self.scratch.take("z", *z_Nv.shape))
