@@ -229,7 +229,7 @@ class _Rowwise(torch.autograd.Function):
         if needs[3] or any(needs[4 + num_inputs :]):
             heads: _HeadGradient | None = ctx.heads
             ctx.heads = None
-            if heads is not None and upstream_N.numel() and bool((upstream_N == upstream_N[0]).all()):
+            if heads is not None and _is_uniform(upstream_N):
                 heads.scale(upstream_N[0])
             else:
                 heads = _HeadGradient(weights, needs[4 + num_inputs :], bias_V if needs[3] else None)
@@ -240,6 +240,11 @@ class _Rowwise(torch.autograd.Function):
                         heads.add(grad_VN, [x_ND[chunk].masked_fill(unused_N1[chunk], 0) for x_ND in inputs])
             d_weights, d_bias_V = heads.results()
         return (None, None, None, d_bias_V, *d_inputs, *d_weights)
+
+
+def _is_uniform(upstream_N: Tensor) -> bool:
+    """The same for all rows, and not zero: then rows may be NaN that nobody asked about."""
+    return bool(upstream_N.numel() and (upstream_N == upstream_N[0]).all() and upstream_N[0] != 0)
 
 
 def _back(grad_VN: Tensor, weight_VD: Tensor | None) -> Tensor:
