@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -123,8 +124,15 @@ class DivergenceLoss(RowLoss):
             value, factor = value * config.temperature**2, factor * config.temperature**2
         scales = norms is not None or kept is not None or config.scale_by_temperature_squared
         gradient = outcomes.gradient(slopes_of, Sums(bounded_slope, slope, factor if scales else None), norms)
+        if kept is not None:
+            gradient = _shut(gradient, ~kept)
         after = None if norms is None else lambda: shut(norms.metrics(clip_factor))
         return Terms(value[:, 0], gradient, metrics, after)
+
+
+def _shut(gradient: Callable[[slice], Tensor], shut_N1: Tensor) -> Callable[[slice], Tensor]:
+    """No gradient where a gate is shut, even where it is NaN: 0 times NaN would be NaN."""
+    return lambda tile: gradient(tile).masked_fill_(shut_N1, 0)
 
 
 def _fused(device: torch.device) -> ModuleType | None:
