@@ -141,7 +141,8 @@ class TopKOutcomes:
         self._rest: Tensor | None = None
         if support.tail == "bucket":
             self._rest = student.rest(self._ids_NK, temperature)
-            rest_p = _tail(log_p) if scores is None else _rest(scores, self._ids_NK, temperature)
+            is_all = support.k == student.num_tokens
+            rest_p = _tail(log_p, is_all) if scores is None else _rest(scores, self._ids_NK, temperature)
             log_q = torch.cat([log_q, self._rest - stats.log_total], -1)
             log_p = torch.cat([log_p, rest_p], -1)
         else:
@@ -246,10 +247,14 @@ def _rest(logits: Logits, ids_NK: Tensor, temperature: float) -> Column:
     return logits.rest(ids_NK, temperature) - logits.stats(temperature).log_total
 
 
-def _tail(log_p: Float[Tensor, "N K"]) -> Column:
-    """log(1 − Σ p); rounding may leave nothing, or less."""
+def _tail(log_p: Float[Tensor, "N K"], is_all: bool) -> Column:
+    """log(1 − Σ p), or `LOG_ZERO` where these are all tokens.
+
+    Rounding may leave nothing of a small rest, or less. It counts as the smallest rest that can be told from none: as
+    nothing, the student would pay thousands of nats for each unit of mass that it leaves to the other tokens.
+    """
     rest = 1 - log_p.exp().sum(-1, keepdim=True)
-    return torch.where(rest > 0, rest.clamp(min=torch.finfo(rest.dtype).tiny).log(), LOG_ZERO)
+    return torch.full_like(rest, LOG_ZERO) if is_all else rest.clamp(min=torch.finfo(rest.dtype).eps).log()
 
 
 def _repeats(ids_NK: Int[Tensor, "N K"]) -> Tensor:
