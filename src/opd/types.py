@@ -174,3 +174,4 @@ class StepRecord:
     teacher_s: float
     update_s: float
     samples: Sequence[Mapping[str, Any]] = ()
+    num_given_tokens: int = 0  # of solutions, where the loss has a part for them

@@ -164,7 +164,7 @@ def test_the_first_step_is_the_same_with_and_without_the_doctor(build: Build, tm
         if examined:
             examine(parts)
         ranks = Ranks(parts.recipe.log, tmp_path, device="cpu")
-        record = train_step(parts, Learner(parts.student, parts.loss, parts.recipe.train, ranks), ranks, 1)
+        record = train_step(parts, Learner(parts.student, parts.loss, parts.recipe, ranks), ranks, 1)
         return record, parts.student.snapshot()
 
     recipe_model = build().recipe.student.model

@@ -314,7 +314,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(loss: dict[str, Any], tin
         loaded = load_recipe(recipe(tiny_model_folder, tmp_path / "run", **changes))
         ranks = Ranks(loaded.recipe.log, tmp_path, device="cpu")
         parts = assemble(loaded.recipe, CPU)
-        learner = Learner(parts.student, parts.loss, loaded.recipe.train, ranks)
+        learner = Learner(parts.student, parts.loss, loaded.recipe, ranks)
         train_step(parts, learner, ranks, 1)  # moves B off zero, so that A has a gradient too
         caught: dict[str, torch.Tensor] = {}
         learner.optimizer.register_step_pre_hook(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError
 
 from opd.errors import OpdError
+from opd.models.facts import find_stop_ids
 from opd.types import Message
 
 if TYPE_CHECKING:
@@ -106,6 +107,52 @@ class Chat:
                 fix="mend the tokenizer: one of the two has to go",
             )
         return tuple(ids), text
+
+    def answer_ids(self, messages: Sequence[Message], answer: str, problem_id: str) -> tuple[int, ...]:
+        """An answer as the completion that `encode(messages)` asks for: ids up to the stop token that ends the turn.
+
+        Template and tokenizer see the whole conversation at once, as when the model was trained.
+
+        Raises:
+            OpdError: the answer holds a special token, or the template does not continue the prompt with it or ends it
+                with no stop token.
+        """
+        from transformers import GenerationConfig
+
+        self.check_texts((answer,), problem_id)
+        prompt_ids, prompt = self.encode(messages, problem_id)
+        text = self._render([*messages, {"role": "assistant", "content": answer}], problem_id, ask=False)
+        if not text.startswith(prompt):
+            raise OpdError(
+                f"problem {problem_id}: its solution cannot follow the {self._side}'s prompt",
+                why=f"the prompt ends with {prompt[-40:]!r}, and an answer in the conversation is written without it: "
+                f"{_added(prompt, text)[:40]!r}",
+                fix=f"choose another prompt.{self._side}_thinking, or take sft out of the mix",
+            )
+        ids = self._continuation(prompt_ids, text, prompt, problem_id)
+        stops = find_stop_ids(self._tokenizer, GenerationConfig())
+        end = next((place for place, token in enumerate(ids) if token in stops), None)
+        if end is None:
+            raise OpdError(
+                f"problem {problem_id}: nothing ends its solution",
+                why=f"the {self._side}'s chat template ends an answer with {text[-40:]!r}, where no token stops",
+                fix="mend the template: an assistant's message ends with the model's end-of-turn token",
+            )
+        return tuple(ids[: end + 1])
+
+    def _continuation(self, prompt_ids: Sequence[int], text: str, prompt: str, problem_id: str) -> list[int]:
+        """What follows the prompt's ids; the rest encoded alone where a token would span the end of the prompt."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids[: len(prompt_ids)] == list(prompt_ids):
+            return ids[len(prompt_ids) :]
+        rest: list[int] = self._tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
+        if self._tokenizer.decode([*prompt_ids, *rest]) != self._tokenizer.decode(ids):
+            raise OpdError(
+                f"problem {problem_id}: its solution cannot be encoded by itself",
+                why=f"a token of the {self._side}'s tokenizer spans the end of the prompt {prompt[-20:]!r}",
+                fix="take sft out of the mix, or begin the solution with another character",
+            )
+        return rest
 
     def boundary(self) -> Boundary:
         """What stands between prompt and completion, found by rendering a greeting with and without asking."""

@@ -35,10 +35,17 @@ class LongPromptError(OpdError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """Prompt pairs in the order of the problems; what was dropped by reason, with the first few problem ids."""
+    """What a training loop needs of a set of problems.
+
+    Args:
+        pairs: prompt pairs in the order of the problems.
+        dropped: what was dropped by reason, with the first few problem ids.
+        solutions: problem id -> its solution as a completion of the student's prompt; empty unless asked for.
+    """
 
     pairs: tuple[PromptPair, ...]
     dropped: dict[str, Dropped]
+    solutions: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -114,17 +121,25 @@ class Renderer:
         """The boundary between prompt and completion of both models, for the doctor."""
         return RenderFacts(self._student_chat.boundary(), self._teacher_chat.boundary())
 
-    def pairs(self, problems: Iterable[Problem]) -> Rendered:
+    def pairs(self, problems: Iterable[Problem], *, solutions: bool = False) -> Rendered:
         """Both prompts of every problem; long prompts and bad rows are errors or are dropped, as the recipe says.
+
+        Args:
+            problems: what to render.
+            solutions: also encode each problem's own solution.
 
         Raises:
             OpdError: a problem cannot be rendered, or every problem was dropped.
         """
         pairs: list[PromptPair] = []
+        encoded: dict[str, tuple[int, ...]] = {}
         drops = DropCounter()
         for problem in problems:
             try:
-                pairs.append(self.pair(problem))
+                pair = self.pair(problem)
+                if solutions:
+                    encoded[problem.id] = self.solution_ids(problem)
+                pairs.append(pair)
             except LongPromptError as error:
                 if self._prompt.on_long_prompt == "error":
                     raise
@@ -137,7 +152,7 @@ class Renderer:
         if dropped and not pairs:
             reasons = ", ".join(f"{item.count} x {reason}" for reason, item in dropped.items())
             raise OpdError("no problem is left to render", why=reasons, fix="raise the limits, or take other data")
-        return Rendered(tuple(pairs), dropped)
+        return Rendered(tuple(pairs), dropped, encoded)
 
     def pair(self, problem: Problem) -> PromptPair:
         """Both prompts of one problem.
@@ -168,6 +183,20 @@ class Renderer:
         ids, text = self._teacher_chat.encode(self.teacher_messages(problem), problem.id)
         self._check_length(problem, len(ids), "teacher", self._prompt.max_teacher_prompt_tokens)
         return ids, text
+
+    def solution_ids(self, problem: Problem) -> tuple[int, ...]:
+        """The problem's own solution as the completion of the student's prompt, its stop token included.
+
+        Raises:
+            OpdError: it has none, or the student's chat template cannot place it.
+        """
+        if problem.solution is None:
+            raise OpdError(
+                f"problem {problem.id} has no solution",
+                why="sft in loss.parts trains on the problems' own solutions",
+                fix="add the solution to the data (columns.solution), or take sft out of the mix",
+            )
+        return self._student_chat.answer_ids(self.student_messages(problem), problem.solution, problem.id)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 

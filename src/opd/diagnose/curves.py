@@ -32,6 +32,10 @@ _UNITS = {
     "clipped": ("Tokens that the clip acted on", "%", 100.0),
     "grad_removed_frac": ("Gradient norm that the clip removed", "%", 100.0),
     "importance_ratio": ("Importance ratio", "q / behavior", 1.0),
+    "supervised": ("Tokens that the entropy gates left", "%", 100.0),
+    "sft": ("Cross-entropy of the problems' own solutions", "nats per token", 1.0),
+    "kept_mass_student": ("Student's mass on the support", "%", 100.0),
+    "kept_mass_teacher": ("Teacher's mass on the support", "%", 100.0),
 }
 
 
@@ -50,7 +54,9 @@ def run_figures(run: RunFolder) -> list[str]:
 
     loss, unclipped = column(run.steps, "loss"), metric(run.steps, "unclipped")
     if _differ(loss, unclipped):
-        before_clip = Line("before the clip", unclipped, "purple")
+        per_completion = run.recipe is not None and run.recipe.loss.reduction == "sequence"
+        label = "before the clip, mean over tokens" if per_completion else "before the clip"
+        before_clip = Line(label, unclipped, "purple")
         add("Loss", "nats per token", Line("minimised", loss), before_clip)
     else:
         add("Loss", "nats per token", Line("loss", loss))

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from opd.config.formula import formula
+from opd.config.formula import objective
 from opd.config.schema import EmaWeights, LoraConfig, Recipe, SelfTeacherConfig
 from opd.diagnose.curves import METRIC_TITLES, PHASES, column, demo_picture, eval_figures, run_figures
 from opd.diagnose.figures import css_variables, require_matplotlib, smoothing_width
@@ -109,7 +109,8 @@ def render(run: RunFolder) -> str:
         warnings=warnings,
         curves=[Markup(svg) for svg in run_figures(run)],
         smoothed=smoothing_width(len(run.steps)),
-        skipped=[row["step"] for row in run.steps if row.get("skipped")],
+        not_finite=[row["step"] for row in run.steps if row.get("skipped") and row["num_supervised_tokens"]],
+        unsupervised=[row["step"] for row in run.steps if row.get("skipped") and not row["num_supervised_tokens"]],
         eval_figures=[Markup(svg) for svg in eval_figures(run)],
         pairs=before_and_after(run),
         samples=samples,
@@ -176,7 +177,7 @@ def _recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("Student", f"{recipe.student.model}, training {how}"),
         ("Teacher", _teacher(recipe)),
         ("The teacher is shown", context),
-        ("Minimised", formula(recipe.loss)),
+        ("Minimised", objective(recipe.loss)),
         (
             "A step",
             f"{train.num_problems_per_step} problems x {recipe.rollout.num_samples} samples "

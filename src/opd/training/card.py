@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from opd.config.formula import objective
 from opd.config.schema import ModelTeacherConfig, Recipe
 from opd.training.assemble import Parts
 
@@ -28,7 +29,7 @@ student moves toward the teacher.
 | minimised | {formula} |
 | steps x problems x samples | {steps} x {problems} x {samples} |
 | learning rate | {rate} |
-| loss at the last step | {loss:.4f} nats per supervised token |
+| loss at the last step | {loss:.4f} nats |
 
 Made by
 
@@ -94,7 +95,7 @@ def card(
         if isinstance(teacher, ModelTeacherConfig)
         else f"the student itself, {teacher.weights.name} weights",
         context=context,
-        formula=parts.loss.formula,
+        formula=objective(recipe.loss),
         steps=recipe.train.num_steps,
         problems=recipe.train.num_problems_per_step,
         samples=recipe.rollout.num_samples,

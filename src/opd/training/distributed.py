@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 
 from opd.config.schema import LogConfig
@@ -64,9 +64,14 @@ class Ranks:
         """How many processes train together."""
         return self.accelerator.num_processes
 
+    @property
+    def index(self) -> int:
+        """Which of the processes this one is, from 0."""
+        return self.accelerator.process_index
+
     def mine(self, items: Sequence[T]) -> list[T]:
         """This rank's share of a step's samples."""
-        return list(items[self.accelerator.process_index :: self.num_ranks])
+        return list(items[self.index :: self.num_ranks])
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """The module as it must be called so that gradients are exchanged; itself on a single process."""
@@ -84,6 +89,12 @@ class Ranks:
         total = self.accelerator.reduce(tensor, reduction="sum")
         assert isinstance(total, Tensor)
         return total.tolist()
+
+    def gather(self, items: Sequence[T]) -> list[list[T]]:
+        """The items of every rank, rank by rank; they travel pickled."""
+        if self.num_ranks == 1:
+            return [list(items)]
+        return gather_object([list(items)])
 
     def wait(self) -> None:
         """All ranks meet here."""

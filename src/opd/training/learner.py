@@ -1,7 +1,12 @@
 """TokenLoss -> one optimizer step.
 
-The gradient is that of (sum of token losses) / (supervised tokens of the global batch), whatever the split into
-micro-batches and ranks. N supervised tokens, D hidden.
+The gradient is that of one mean over the global batch, whatever the split into micro-batches and ranks: over supervised
+tokens, or over completions of each one's mean over its own. Solutions (`sft` of a mix) are a second mean beside it.
+
+An entropy gate decides within the loss, so how many tokens are supervised is known only when all micro-batches are
+done. Gradients are linear: they are accumulated for the number that the masks leave, and rescaled once.
+
+N supervised tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -9,16 +14,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from opd.config.schema import TrainConfig
+from opd.config.formula import solution_weight
+from opd.config.schema import Recipe
 from opd.errors import OpdError
 from opd.forward import compute_dtype, micro_batches, pad_right
-from opd.loss import Full, Loss, RolloutTokens
-from opd.loss.reduce import global_mean, metric_means, metric_sums
+from opd.loss import Loss, token_logp
+from opd.loss.reduce import global_mean, global_sequence_mean, metric_means, metric_sums, tokens_per_sequence
+from opd.training.baseline import baseline_config, baselines
+from opd.training.batch import Solution, realised_tokens, rows_on, scored_rows, select, supervised_rows
 from opd.training.distributed import Ranks
 from opd.training.schedule import learning_rate
 from opd.training.student import Student
@@ -27,23 +36,72 @@ from opd.types import Alignment, Rollout, TeacherScores
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did, over all ranks; `loss` in nats per supervised token, NaN when there was none."""
+    """What one optimizer step did, over all ranks.
+
+    Args:
+        loss: what was minimised, in nats; NaN when no token was supervised.
+        metrics: means per supervised token. `supervised` is the share of the masks' tokens that entropy gates left,
+            `sft` the mean over the tokens of solutions.
+        num_supervised_tokens: sampled tokens that counted.
+        num_given_tokens: tokens of solutions that counted.
+        grad_norm: before clipping.
+        learning_rate: of this step.
+        skipped: whether the weights stayed as they were.
+    """
 
     loss: float
     metrics: Mapping[str, float]
     num_supervised_tokens: int
+    num_given_tokens: int
     grad_norm: float
     learning_rate: float
     skipped: bool
 
 
-class Learner:
-    """The student's trained parameters, their optimizer and the loss."""
+@dataclass(frozen=True)
+class _Count:
+    """What a mean is over, in the global batch: supervised tokens, and sequences with at least one."""
 
-    def __init__(self, student: Student, loss: Loss, config: TrainConfig, ranks: Ranks) -> None:
+    tokens: int
+    sequences: int
+
+    def of(self, reduction: Literal["token", "sequence"]) -> int:
+        return self.tokens if reduction == "token" else self.sequences
+
+
+@dataclass
+class _Sums:
+    """Sums over this rank's rows by name, and the problems whose loss was not finite."""
+
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+    suspects: list[str] = field(default_factory=list[str])
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, total in metric_sums(metrics).items():
+            self.totals[name] += total
+
+    def suspect(self, values_N: Tensor, problems: Sequence[str]) -> None:
+        rows: list[int] = (~values_N.isfinite()).nonzero().flatten().tolist()
+        self.suspects += [problems[row] for row in rows]
+
+
+class Learner:
+    """The student's trained parameters, their optimizer and the loss.
+
+    Args:
+        student: who learns.
+        loss: of sampled completions.
+        recipe: its `train` and `loss` sections.
+        ranks: devices and processes.
+    """
+
+    def __init__(self, student: Student, loss: Loss, recipe: Recipe, ranks: Ranks) -> None:
         self._student = student
         self._loss = loss
-        self._config = config
+        self._config = config = recipe.train
+        self._reduction: Literal["token", "sequence"] = recipe.loss.reduction
+        self._solution_weight = solution_weight(recipe.loss)
+        self._baseline = baseline_config(recipe.loss)
         self._ranks = ranks
         self._module = ranks.prepare(student.module)
         self.parameters = student.trained()
@@ -56,7 +114,12 @@ class Learner:
         )
 
     def update(
-        self, step: int, rollouts: Sequence[Rollout], alignments: Sequence[Alignment], scores: TeacherScores
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        alignments: Sequence[Alignment],
+        scores: TeacherScores,
+        solutions: Sequence[Solution] = (),
     ) -> Update:
         """One optimizer step on the rollouts of this rank.
 
@@ -65,63 +128,146 @@ class Learner:
             rollouts: this rank's samples.
             alignments: which completion tokens of each are supervised.
             scores: the teacher's, one row a completion token, rollout by rollout.
+            solutions: this rank's share of the step's solutions, where the loss has a part for them.
         """
         rate = learning_rate(self._config, step)
-        local = sum(len(alignment.student_positions) for alignment in alignments)
-        num_tokens = int(self._ranks.sum([local])[0])
-        if num_tokens == 0:
-            return Update(math.nan, {}, 0, math.nan, rate, skipped=True)
-        sums, suspects = self._backward(rollouts, alignments, scores, num_tokens)
-        names = sorted(sums)
-        totals = dict(zip(names, self._ranks.sum([sums[name] for name in names]), strict=True))
-        means = metric_means(totals, num_tokens)
-        grad_norm = self._step(rate, means["loss"], suspects or [rollout.pair.problem.id for rollout in rollouts])
-        skipped = not (math.isfinite(grad_norm) and math.isfinite(means["loss"]))
-        return Update(means.pop("loss"), means, num_tokens, grad_norm, rate, skipped)
+        masked_in = self._count([len(alignment.student_positions) for alignment in alignments])
+        if masked_in.tokens == 0:
+            return _nothing_supervised(rate, {})
+        self._student.model.train()
+        sums = self._learn_samples(rollouts, alignments, scores, masked_in)
+        totals = self._over_ranks(sums)
+        counted = self._after_gates(totals, masked_in)
+        if counted.tokens == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+            return _nothing_supervised(rate, {"supervised": 0.0})
+        loss = totals.pop("loss") / counted.of(self._reduction)
+        means = metric_means(totals, counted.tokens)
+        if "supervised" in means:
+            means["supervised"] = counted.tokens / masked_in.tokens
+        given = _Count(0, 0)
+        if self._solution_weight:
+            given = self._count([len(solution.ids) for solution in solutions])
+            learned = self._learn_solutions(solutions, given, rollouts[0])
+            sums.suspects += learned.suspects
+            totals = self._over_ranks(learned)
+            loss += self._solution_weight * totals["loss"] / given.of(self._reduction)
+            means["sft"] = totals["sft"] / given.tokens
+            means["unclipped"] += self._solution_weight * means["sft"]
+        grad_norm = self._step(rate, loss, sums.suspects or [rollout.pair.problem.id for rollout in rollouts])
+        skipped = not (math.isfinite(grad_norm) and math.isfinite(loss))
+        return Update(loss, means, counted.tokens, given.tokens, grad_norm, rate, skipped)
 
-    def _backward(
-        self, rollouts: Sequence[Rollout], alignments: Sequence[Alignment], scores: TeacherScores, num_tokens: int
-    ) -> tuple[dict[str, float], list[str]]:
-        """Gradients of all micro-batches.
+    # ---- gradients -------------------------------------------------------------------------------------------------
 
-        Returns sums over this rank's supervised tokens by metric name, and the problems whose loss was not finite.
-        """
+    def _learn_samples(
+        self, rollouts: Sequence[Rollout], alignments: Sequence[Alignment], scores: TeacherScores, count: _Count
+    ) -> _Sums:
+        """Gradients of all micro-batches of samples, of the mean over `count`."""
+        device = self._student.device
+        subtracted = None
+        if self._baseline is not None:
+            subtracted = baselines(self._baseline, rollouts, alignments, scores, self._ranks)
         lengths = [len(rollout.pair.student_ids) + len(rollout.completion.ids) - 1 for rollout in rollouts]
         groups = micro_batches(lengths, self._config.micro_batch_tokens)
-        starts = torch.tensor([0, *(len(rollout.completion.ids) for rollout in rollouts)]).cumsum(0).tolist()
-        sums: dict[str, float] = defaultdict(float)
-        suspects: list[str] = []
-        self._student.model.train()
+        sums = _Sums()
         for number, group in enumerate(groups):
             rows = supervised_rows(group, rollouts, alignments)
-            scored = [starts[i] + position for i in group for position in alignments[i].teacher_positions]
-            with self._ranks.accumulate(self._module, last=number + 1 == len(groups)):
-                hidden_ND = self._hidden([rollouts[i] for i in group], rows)
-                realised = realised_tokens(group, rollouts, alignments, self._student.device)
-                teacher = select(scores, _rows(scored, self._student.device))
+            # Solutions come after, and then their last micro-batch exchanges the gradients of both.
+            last = number + 1 == len(groups) and not self._solution_weight
+            with self._ranks.accumulate(self._module, last=last):
+                pairs = [(rollouts[i].pair.student_ids, rollouts[i].completion.ids) for i in group]
+                hidden_ND = self._hidden(pairs, rows)
+                realised = realised_tokens(group, rollouts, alignments, device, subtracted)
+                teacher = select(scores, rows_on(scored_rows(group, rollouts, alignments), device))
                 loss = self._loss.linear(hidden_ND, self._student.head, teacher, realised)
-                share = global_mean(loss.values, num_tokens)
-                assert share is not None
-                # DDP averages gradients over ranks; the share is already divided by the tokens of the global batch.
-                (share * self._ranks.num_ranks).backward()
-            values_N = loss.values.detach()
-            owners = [i for i in group for _ in alignments[i].student_positions]
-            for row in (~values_N.isfinite()).nonzero().flatten().tolist():
-                suspects.append(rollouts[owners[row]].pair.problem.id)
-            for name, total in metric_sums({"loss": values_N, **loss.metrics}).items():
-                sums[name] += total
-        return sums, suspects
+                assert realised.sequence_N is not None
+                supervised_N = loss.metrics.get("supervised")
+                share, terms_N = self._share(loss.values, realised.sequence_N, supervised_N, count)
+                share.backward()
+            sums.suspect(
+                loss.values, [rollouts[i].pair.problem.id for i in group for _ in alignments[i].student_positions]
+            )
+            sums.add({"loss": terms_N, **loss.metrics})
+            if supervised_N is not None:
+                sums.totals["num_sequences"] += realised.sequence_N[supervised_N > 0].unique().numel()
+        return sums
 
-    def _hidden(self, rollouts: Sequence[Rollout], rows: list[int]) -> Tensor:
+    def _learn_solutions(self, solutions: Sequence[Solution], count: _Count, stand_in: Rollout) -> _Sums:
+        """Gradients of the mean cross-entropy on solutions, added to those of samples.
+
+        A rank without a solution takes part in the exchange of gradients all the same, with no row of `stand_in`.
+        """
+        shown = solutions or [Solution(stand_in.pair, stand_in.completion.ids)]
+        device = self._student.device
+        lengths = [len(solution.pair.student_ids) + len(solution.ids) - 1 for solution in shown]
+        groups = micro_batches(lengths, self._config.micro_batch_tokens)
+        sums = _Sums()
+        for number, group in enumerate(groups):
+            owners = [i for i in group for _ in shown[i].ids] if solutions else []
+            ids = [token for i in group for token in shown[i].ids] if solutions else []
+            with self._ranks.accumulate(self._module, last=number + 1 == len(groups)):
+                hidden_ND = self._hidden([(shown[i].pair.student_ids, shown[i].ids) for i in group], range(len(ids)))
+                values_N = -token_logp(hidden_ND, self._student.head, rows_on(ids, device))
+                share, terms_N = self._share(values_N, rows_on(owners, device), None, count)
+                (self._solution_weight * share).backward()
+            sums.suspect(values_N, [shown[i].pair.problem.id for i in owners])
+            sums.add({"loss": terms_N, "sft": values_N.detach()})
+        return sums
+
+    def _share(
+        self, values_N: Tensor, sequence_N: Tensor, supervised_N: Tensor | None, count: _Count
+    ) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the mean, to call `backward` on; and [N] terms: their sum over `count` is it.
+
+        DDP averages gradients over ranks, and the mean is over the global batch already: `num_ranks` undoes that.
+        """
+        num_ranks = self._ranks.num_ranks
+        if self._reduction == "token":
+            share, terms_N = global_mean(values_N, count.tokens, num_ranks=num_ranks), values_N
+        else:
+            sizes_N = tokens_per_sequence(sequence_N, supervised_N)
+            share = global_sequence_mean(values_N, sizes_N, count.sequences, num_ranks=num_ranks)
+            terms_N = values_N / sizes_N
+        assert share is not None
+        return share, terms_N.detach()
+
+    def _hidden(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: Sequence[int]) -> Tensor:
+        """[N, D] hidden states at some rows of all completion tokens of (prompt, completion) pairs."""
         student = self._student
         ids_BT, rows_N = pad_right(
-            [rollout.pair.student_ids for rollout in rollouts],
-            [rollout.completion.ids for rollout in rollouts],
+            [prompt for prompt, _ in pairs],
+            [completion for _, completion in pairs],
             student.loaded.pad_id,
             student.device,
         )
         with compute_dtype(student.device, student.dtype):
-            return self._module(ids_BT, rows_N[_rows(rows, student.device)])
+            return self._module(ids_BT, rows_N[rows_on(rows, student.device)])
+
+    # ---- over ranks ------------------------------------------------------------------------------------------------
+
+    def _count(self, num_tokens: Sequence[int]) -> _Count:
+        """Of the global batch, from the number of supervised tokens of each sequence of this rank."""
+        tokens, sequences = self._ranks.sum([sum(num_tokens), sum(number > 0 for number in num_tokens)])
+        return _Count(int(tokens), int(sequences))
+
+    def _after_gates(self, totals: dict[str, float], masked_in: _Count) -> _Count:
+        """What the entropy gates left, with gradients rescaled to the mean over it; `masked_in` without a gate."""
+        if "supervised" not in totals:
+            return masked_in
+        counted = _Count(round(totals["supervised"]), round(totals.pop("num_sequences")))
+        if counted.tokens and counted != masked_in:
+            factor = masked_in.of(self._reduction) / counted.of(self._reduction)
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return counted
+
+    def _over_ranks(self, sums: _Sums) -> dict[str, float]:
+        names = sorted(sums.totals)
+        return dict(zip(names, self._ranks.sum([sums.totals[name] for name in names]), strict=True))
+
+    # ---- the step --------------------------------------------------------------------------------------------------
 
     def _step(self, rate: float, loss: float, suspects: Sequence[str]) -> float:
         parameters = list(self.parameters.values())
@@ -141,38 +287,6 @@ class Learner:
         return grad_norm
 
 
-def select(scores: TeacherScores, rows_N: Tensor) -> TeacherScores:
-    """The teacher's scores at some rows."""
-    if isinstance(scores, Full):
-        return Full(scores.hidden_ND[rows_N], scores.head)
-    return type(scores)(*(getattr(scores, name)[rows_N] for name in scores.__dataclass_fields__))
-
-
-def supervised_rows(group: Sequence[int], rollouts: Sequence[Rollout], alignments: Sequence[Alignment]) -> list[int]:
-    """Rows, among all completion tokens of the group, that are supervised."""
-    rows: list[int] = []
-    start = 0
-    for index in group:
-        rows.extend(start + position for position in alignments[index].student_positions)
-        start += len(rollouts[index].completion.ids)
-    return rows
-
-
-def realised_tokens(
-    group: Sequence[int], rollouts: Sequence[Rollout], alignments: Sequence[Alignment], device: torch.device
-) -> RolloutTokens:
-    """The sampled tokens at the supervised positions of the group."""
-    ids: list[int] = []
-    behavior: list[float] = []
-    sequence: list[int] = []
-    for index in group:
-        completion = rollouts[index].completion
-        for position in alignments[index].student_positions:
-            ids.append(completion.ids[position])
-            behavior.append(completion.behavior_logp[position])
-            sequence.append(index)
-    return RolloutTokens(_rows(ids, device), torch.tensor(behavior, device=device), _rows(sequence, device))
-
-
-def _rows(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def _nothing_supervised(rate: float, metrics: Mapping[str, float]) -> Update:
+    """A step without a token to learn from: there is no mean, and the weights stay as they are."""
+    return Update(math.nan, metrics, 0, 0, math.nan, rate, skipped=True)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from opd.align import identity
 from opd.config.load import LoadedRecipe
 from opd.errors import OpdError
 from opd.log import RunLog, environment, write_json
 from opd.seeds import derive_seed
 from opd.training import checkpoint as checkpoints
 from opd.training.assemble import Parts
+from opd.training.batch import Solution
 from opd.training.card import save_final
 from opd.training.checkpoint import Checkpoint
 from opd.training.distributed import Ranks
@@ -25,7 +26,7 @@ from opd.training.interrupt import Interruption
 from opd.training.learner import Learner, Update
 from opd.training.progress import StepProgress
 from opd.training.same_run import identity_of, refuse_another
-from opd.types import PromptPair, Rollout, StepRecord
+from opd.types import Alignment, PromptPair, Rollout, StepRecord
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class RunResult:
 
     Args:
         folder: everything the run wrote.
-        metrics: of the last step: `loss` (nats per supervised token), the loss's own metrics, `num_steps`, `train_s`.
+        metrics: of the last step: `loss` (nats, as minimised), the loss's own metrics, `num_steps`, `train_s`.
         final: folder of the trained adapter (or full weights) with tokenizer and chat template; None when interrupted.
         interrupted: whether the run stopped early on request, with a checkpoint to go on from.
         loaded: the resolved recipe with the source of every value.
@@ -62,7 +63,7 @@ def fit(
     """
     recipe = parts.recipe
     command = command if command is not None else shlex.join(["opd", *sys.argv[1:]])
-    learner = Learner(parts.student, parts.loss, recipe.train, ranks)
+    learner = Learner(parts.student, parts.loss, recipe, ranks)
     start, train_s, metrics = _restore(parts, learner, folder) if resume else (0, 0.0, {})
     log = RunLog(folder, from_step=start) if ranks.is_main else None
     if ranks.is_main:
@@ -73,7 +74,8 @@ def fit(
     every = recipe.train.checkpoint_every_num_steps
     step = start
     parts.sampler.policy_version = start
-    shown = StepProgress(recipe.train.num_steps, start, parts.loss.name, shown=ranks.is_main)
+    divergence = "unclipped" if recipe.loss.name == "mix" else parts.loss.name
+    shown = StepProgress(recipe.train.num_steps, start, divergence, shown=ranks.is_main)
     with Interruption() as interruption, shown as progress:
         for step in range(start + 1, recipe.train.num_steps + 1):
             began = time.perf_counter()
@@ -122,17 +124,18 @@ def train_step(parts: Parts, learner: Learner, ranks: Ranks, step: int) -> StepR
         Rollout(pair, completion, seed, parts.sampler.policy_version)
         for (pair, seed), completion in zip(jobs, completions, strict=True)
     ]
-    aligned = [identity(rollout) for rollout in rollouts]
+    aligned = [parts.align(rollout) for rollout in rollouts]
     rollout_s = clock.lap()
     scores = parts.teacher.score(rollouts)
     teacher_s = clock.lap()
-    torch.manual_seed(derive_seed(recipe.seed, "dropout", step, ranks.accelerator.process_index))
-    update = learner.update(step, rollouts, aligned, scores)
+    solutions = ranks.mine([Solution(pair, parts.solutions[pair.problem.id]) for pair in pairs if parts.solutions])
+    torch.manual_seed(derive_seed(recipe.seed, "dropout", step, ranks.index))
+    update = learner.update(step, rollouts, aligned, scores, solutions)
     if not update.skipped:
         parts.teacher.after_update()
     parts.sampler.policy_version = step
     update_s = clock.lap()
-    return _record(parts, ranks, step, rollouts, update, (rollout_s, teacher_s, update_s))
+    return _record(parts, ranks, step, rollouts, aligned, update, (rollout_s, teacher_s, update_s))
 
 
 def step_pairs(pairs: Sequence[PromptPair], seed: int, step: int, num_pairs: int) -> list[PromptPair]:
@@ -148,6 +151,7 @@ def _record(
     ranks: Ranks,
     step: int,
     rollouts: Sequence[Rollout],
+    aligned: Sequence[Alignment],
     update: Update,
     seconds: tuple[float, float, float],
 ) -> StepRecord:
@@ -168,8 +172,9 @@ def _record(
             "completion_ids": list(rollout.completion.ids),
             "finish_reason": rollout.completion.finish_reason,
             "policy_version": rollout.policy_version,
+            "num_left_out": dict(Counter(alignment.drop_reasons.values())),
         }
-        for rollout in rollouts[: parts.recipe.log.num_samples_per_step]
+        for rollout, alignment in list(zip(rollouts, aligned, strict=True))[: parts.recipe.log.num_samples_per_step]
     ]
     return StepRecord(
         step=step,
@@ -187,6 +192,7 @@ def _record(
         teacher_s=seconds[1],
         update_s=seconds[2],
         samples=samples,
+        num_given_tokens=update.num_given_tokens,
     )
 
 
@@ -245,6 +251,8 @@ def _scalars(record: StepRecord) -> dict[str, float]:
         "grad_norm": record.grad_norm,
         "learning_rate": record.learning_rate,
         "num_sampled_tokens": record.num_sampled_tokens,
+        "num_supervised_tokens": record.num_supervised_tokens,
+        "num_given_tokens": record.num_given_tokens,
         "num_truncated": record.num_truncated,
         "rollout_s": record.rollout_s,
         "teacher_s": record.teacher_s,

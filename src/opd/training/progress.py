@@ -34,7 +34,7 @@ class StepProgress(Bar):
         tokens_per_s = record.num_sampled_tokens / seconds
         figures = f"loss {record.loss:.4f}  {self._divergence} {value:.4f}  {tokens_per_s:.0f} tok/s"
         if record.skipped:
-            figures += "  skipped"
+            figures += "  skipped: " + ("not finite" if record.num_supervised_tokens else "no token was supervised")
         self.advance(1, figures)
         if self._shown and not self.live:
             self._console.print(f"step {record.step}/{self._num_steps}  {figures}  {seconds:.1f} s")

@@ -7,7 +7,7 @@ and nothing in its log would say so.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,10 @@ def identity_of(parts: Parts) -> dict[str, Any]:
     values["student's weights"] = parts.student.loaded.fingerprint
     if isinstance(parts.teacher, ModelTeacher):
         values["teacher's weights"] = parts.teacher.loaded.fingerprint
-    values["training prompts"] = _digest(parts)
+    prompts = (ids for pair in parts.pairs for ids in (pair.student_ids, pair.teacher_ids))
+    values["training prompts"] = _digest(prompts)
+    if parts.solutions:
+        values["training solutions"] = _digest(parts.solutions[pair.problem.id] for pair in parts.pairs)
     return values
 
 
@@ -86,9 +89,8 @@ def _flat(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     yield from walk(recipe.model_dump(mode="json"), "")
 
 
-def _digest(parts: Parts) -> str:
+def _digest(sequences: Iterable[Sequence[int]]) -> str:
     digest = hashlib.sha256()
-    for pair in parts.pairs:
-        for ids in (pair.student_ids, pair.teacher_ids):
-            digest.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
+    for ids in sequences:
+        digest.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]

@@ -62,10 +62,13 @@ def estimate(probe: Probe) -> Memory:
 
     shape: Any = forward.base_model(student.model).config.get_text_config()
     width = student.dtype.itemsize
-    length = max(len(pair.student_ids) for pair in probe.parts.pairs) + recipe.rollout.max_new_tokens
+    pairs, solutions = probe.parts.pairs, probe.parts.solutions
+    length = max(len(pair.student_ids) for pair in pairs) + recipe.rollout.max_new_tokens
+    given = [len(pair.student_ids) + len(solutions[pair.problem.id]) for pair in pairs if solutions]
     num_samples = recipe.train.num_problems_per_step * recipe.rollout.num_samples
     # A sequence is never cut, so the longest one is a micro-batch of its own when it exceeds the budget.
     micro_batch_tokens = min(max(recipe.train.micro_batch_tokens, length), num_samples * length)
+    micro_batch_tokens = max(micro_batch_tokens, *given, 0)
     kept = _CHECKPOINTED_BYTES if recipe.student.gradient_checkpointing else _ACTIVATION_BYTES
     activations = micro_batch_tokens * shape.num_hidden_layers * shape.hidden_size * kept * width // 2
 

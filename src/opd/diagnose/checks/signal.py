@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from opd.align import identity
-from opd.config.formula import temperatures
+from opd.config.formula import objective, temperatures
+from opd.config.loss import DivergenceConfig, SampledReverseKLConfig
+from opd.config.loss_rules import parts_of
 from opd.diagnose.diagnosis import CheckResult, Status, shown
 from opd.diagnose.probe import MIN_SIGNAL, Probe, kl, log_probs
 from opd.loss import Full
-from opd.training.learner import realised_tokens
+from opd.training.batch import realised_tokens
 
 # The least share by which the update must change when the teacher's scores do.
 _MIN_CHANGE = 1e-2
@@ -62,7 +64,10 @@ def teacher_signal(probe: Probe) -> CheckResult:
         )
     elif not (changes[0] > _MIN_CHANGE and changes[1] > _MIN_CHANGE):
         status = "fail"
-        advice = "The update does not depend on the teacher's scores: look at loss.clip (is all of it clipped away?)."
+        advice = (
+            "The update does not depend on the teacher's scores: look at loss.clip (is all of it clipped away?) and at "
+            "the entropy gates of loss.mask (do they leave any token?)."
+        )
     return CheckResult("teacher signal", (16,), signal, MIN_SIGNAL, status, detail, advice)
 
 
@@ -71,8 +76,9 @@ def loss_settings(probe: Probe) -> CheckResult:
     recipe = probe.parts.recipe
     rollout, loss = recipe.rollout, recipe.loss
     advice: list[str] = []
-    clip = getattr(loss, "clip", None)
-    if clip is not None and clip.name == "per_entry":
+    parts = [part for _, part in parts_of(recipe)]
+    clips = [part.clip.name for part in parts if isinstance(part, DivergenceConfig)]
+    if "per_entry" in clips:
         advice.append(
             "loss.clip per_entry can make a divergence negative and push the teacher's favourite token down; it is "
             "kept to reproduce published runs. loss.clip.name=weight bounds the size and keeps the direction."
@@ -80,17 +86,17 @@ def loss_settings(probe: Probe) -> CheckResult:
     if rollout.temperature == 0:
         advice.append("Greedy rollouts visit one path: rollout.temperature=1 shows the student its own mistakes.")
     truncated = rollout.top_p < 1 or rollout.top_k is not None or rollout.min_p > 0
-    if truncated and getattr(loss, "importance", None) is not None:
+    if truncated and any(isinstance(part, SampledReverseKLConfig) and part.importance is not None for part in parts):
         advice.append("Importance ratios are biased by the mass that top-p, top-k and min-p cut: sample untruncated.")
-    clip_shown = "" if clip is None else f", clip {clip.name}"
+    clips_shown = f", clip {', '.join(clips)}" if clips else ""
     sampled = f"sampling temperature {rollout.temperature:g}, loss temperature {temperatures(loss)}"
     return CheckResult(
         "loss and sampling",
         (11, 12),
-        f"{loss.name}{clip_shown}",
+        f"{loss.name}{clips_shown}",
         None,
         "warn" if advice else "pass",
-        f"{sampled}; minimises {probe.parts.loss.formula}",
+        f"{sampled}; minimises {objective(loss)}",
         " ".join(advice),
     )
 
@@ -98,11 +104,14 @@ def loss_settings(probe: Probe) -> CheckResult:
 def _loss(probe: Probe, teacher: Full, student_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Values [N] and the gradient [N, D] of their sum with respect to the student's hidden states.
 
+    All sampled tokens take part, also those that a mask leaves out: few as they are, it might leave none.
     `autograd.grad` rather than `backward`: nothing is added to the gradient of a trained head.
     """
     hidden_ND = student_ND.detach().clone().requires_grad_()
     alignments = [identity(rollout) for rollout in probe.rollouts]
-    tokens = realised_tokens(range(len(probe.rollouts)), probe.rollouts, alignments, probe.student.device)
+    # One completion a problem has no others to be compared with: a baseline is zero, as in training.
+    baselines = [torch.zeros(len(rollout.completion.ids), device=probe.student.device) for rollout in probe.rollouts]
+    tokens = realised_tokens(range(len(probe.rollouts)), probe.rollouts, alignments, probe.student.device, baselines)
     with torch.enable_grad():
         loss = probe.parts.loss.linear(hidden_ND, probe.student.head, teacher, tokens)
         (gradient_ND,) = torch.autograd.grad(loss.values.sum(), hidden_ND)

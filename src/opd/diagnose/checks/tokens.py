@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opd import forward
-from opd.align import identity
 from opd.diagnose.diagnosis import CheckResult, Status
 from opd.diagnose.probe import Probe
-from opd.training.learner import realised_tokens, supervised_rows
+from opd.training.batch import realised_tokens, supervised_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +144,8 @@ def scored_ids(probe: Probe) -> CheckResult:
     """What the learner scores is what was sampled, token by token.
 
     The ids are read back out of the batch that the learner would build: before each row that is read stands the token
-    that it continues. The first completion token is supervised, the prompt's last is not, a stop token exactly once.
+    that it continues. Without a mask the first completion token is supervised, the prompt's last is not, and a stop
+    token exactly once; a mask leaves out what it says, and shifts nothing.
     """
     rollouts = probe.rollouts
     device = torch.device("cpu")
@@ -155,7 +155,7 @@ def scored_ids(probe: Probe) -> CheckResult:
         probe.student.loaded.pad_id,
         device,
     )
-    alignments = [identity(rollout) for rollout in rollouts]
+    alignments = [probe.parts.align(rollout) for rollout in rollouts]
     group = range(len(rollouts))
     rows = rows_N[torch.tensor(supervised_rows(group, rollouts, alignments), dtype=torch.int64)]
     read = ids_BT.flatten()[rows].tolist()
@@ -166,18 +166,20 @@ def scored_ids(probe: Probe) -> CheckResult:
     wrong = 0
     start = 0
     for index, rollout in enumerate(rollouts):
-        sampled = list(rollout.completion.ids)
-        stop = start + len(sampled)
-        contexts = [rollout.pair.student_ids[-1], *sampled[:-1]]
+        positions = alignments[index].student_positions
+        before = [rollout.pair.student_ids[-1], *rollout.completion.ids]
+        stop = start + len(positions)
+        sampled, contexts = [before[p + 1] for p in positions], [before[p] for p in positions]
         wrong += _num_differing(targets[start:stop], sampled) + _num_differing(read[start:stop], contexts)
         wrong += _num_differing(sequences[start:stop], [index] * len(sampled))
         start = stop
     wrong += abs(len(targets) - start) + abs(len(read) - start)
-    stops = sum(rollout.completion.finish_reason == "stop" for rollout in rollouts)
+    stopped = [index for index, rollout in enumerate(rollouts) if rollout.completion.finish_reason == "stop"]
+    stops = sum(len(rollouts[i].completion.ids) - 1 in alignments[i].student_positions for i in stopped)
     badly_stopped = [r.pair.problem.id for r in rollouts if not _stops_once(r, probe.student.loaded.stop_ids)]
     detail = (
-        f"{len(targets)} supervised tokens, {start} sampled; {stops} of {len(rollouts)} completions stopped, with the "
-        f"stop token supervised once (limit here: {probe.sampling.max_new_tokens} tokens)"
+        f"{len(targets)} supervised tokens of {probe.num_tokens} sampled; {len(stopped)} of {len(rollouts)} completions"
+        f" stopped, {stops} with the stop token supervised, once (limit here: {probe.sampling.max_new_tokens} tokens)"
     )
     if badly_stopped:
         detail += f"; stop tokens are not where the finish reason says for {', '.join(badly_stopped)}"
