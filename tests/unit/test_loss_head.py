@@ -53,6 +53,7 @@ def test_proof_holds_in_bfloat16(architecture: str) -> None:
 # family -> fields beside the shape -> (scale, softcap, whether there is a bias)
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[float, float | None, bool]]] = {
     "olmo": ({}, (1.0, None, False)),
+    "mpt": ({"logit_scale": "inv_sqrt_d_model", "d_model": 32, "n_heads": 4, "n_layers": 2}, (1.0, None, False)),
     "phi": ({}, (1.0, None, True)),
     "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, (1.0, None, True)),
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, (1.0, None, False)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, TrainableTokensConfig
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftConfig, TrainableTokensConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -134,6 +134,14 @@ def test_a_fresh_adapter_is_in_the_head_although_the_proof_cannot_see_it() -> No
     assert head.low_rank[0].scale == 2.0
     assert not head.low_rank[0].up.any()
     move(model)
+    torch.testing.assert_close(head_logits(head, model), own_logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_without_a_peft_model_around_it_is_in_the_head() -> None:
+    model = inject_adapter_in_model(LoraConfig(**LORA), tiny.build_llama(NUM_ROWS))
+    move(model)
+    head = Head.from_model(model, vocab_size=VOCAB_SIZE)
+    assert len(head.low_rank) == 1
     torch.testing.assert_close(head_logits(head, model), own_logits(model), rtol=1e-5, atol=1e-5)
 
 

@@ -70,18 +70,19 @@ def scale_and_softcap(model: nn.Module) -> tuple[float, float | None]:
     config: Any = base_model(model).config.get_text_config(decoder=True)
     scale = 1.0
     for name in _MULTIPLIERS:
-        scale *= _number(config, name, 1.0)
+        scale *= _number(config, name)
     for name in _DIVISORS:
-        value = _number(config, name, 1.0)
+        value = _number(config, name)
         multiplies = name == "logits_scaling" and config.model_type in _MULTIPLIES_LOGITS_SCALING
         scale = scale * value if multiplies else scale / value
     softcaps = [float(value) for name in _SOFTCAPS if (value := getattr(config, name, None)) is not None]
     return scale, softcaps[0] if softcaps else None
 
 
-def _number(config: Any, name: str, default: float) -> float:
+def _number(config: Any, name: str) -> float:
+    """The number that a config holds under a name, else 1; MPT's may be a word, which its model does not read."""
     value: Any = getattr(config, name, None)
-    return default if value is None else float(value)
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
 def _matrix(layer: Any) -> tuple[Tensor, Tensor | None]:
