@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opd.loss import Full, build
-from opd.loss.reduce import global_mean, global_sequence_mean, metric_means, metric_sums
+from opd.loss.reduce import global_mean, global_sequence_mean, metric_means, metric_sums, tokens_per_sequence
 
 # N supervised tokens, V vocabulary.
 N, V = 12, 9
@@ -44,6 +44,15 @@ def test_means_are_what_they_say() -> None:
     assert global_mean(values, 12) == values.mean()
     per_sequence = torch.stack([values[s == SEQUENCES].mean() for s in range(3)])
     torch.testing.assert_close(global_sequence_mean(values, LENGTHS, 3), per_sequence.mean())
+
+
+def test_tokens_of_a_sequence_are_counted_as_far_as_gates_leave_them() -> None:
+    assert tokens_per_sequence(SEQUENCES).tolist() == LENGTHS.tolist()
+    # In any order, with any numbers for the sequences.
+    assert tokens_per_sequence(torch.tensor([7, 3, 7, 7])).tolist() == [3, 1, 3, 3]
+    open_N = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
+    assert tokens_per_sequence(torch.tensor([0, 0, 1, 0, 1]), open_N).tolist() == [2, 2, 1, 2, 1]  # never divides by 0
+    assert tokens_per_sequence(torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
 def test_averaging_over_ranks_is_undone() -> None:
