@@ -36,6 +36,11 @@ from opd.types import Completion, PromptPair, Rollout
 CPU = torch.device("cpu")
 Build = Callable[..., Parts]
 
+MIX_PARTS = [
+    {"loss": {"name": "skew_kl"}, "weight": 0.5},
+    {"loss": {"name": "sampled_reverse_kl"}, "weight": 0.5},
+    {"loss": {"name": "sft"}, "weight": 0.1},
+]
 ROWS = [
     {"problem": "What is 8 times 3?", "solution": "Eight times three is 24.", "answer": "24"},
     {
@@ -104,6 +109,10 @@ def test_a_sound_run_passes_every_check(build: Build, tmp_path: Path, capsys: py
         {"loss": {"name": "reverse_kl", "temperature": 2.0}},
         {"loss": {"name": "jsd", "clip": {"name": "weight", "max": 1.0}}},
         {"loss": {"name": "sampled_reverse_kl", "discount": 0.5}},
+        {"loss": {"name": "sampled_reverse_kl", "group_baseline": True}, "rollout": {"num_samples": 2}},
+        {"loss": {"name": "forward_kl", "reduction": "sequence", "mask": {"first": 2, "skip_boundary": True}}},
+        {"loss": {"name": "reverse_kl", "mask": {"teacher_entropy": {"min": 3.9}, "skip_special_tokens": True}}},
+        {"loss": {"name": "mix", "parts": MIX_PARTS, "mask": {"student_entropy": {"max": 4.5}}}},
         {"rollout": {"max_new_tokens": 8, "temperature": 0.7, "top_k": 20, "top_p": 0.9}},
         {"rollout": {"max_new_tokens": 8, "merge_adapter": True}},
         {"rollout": {"max_new_tokens": 1}},
@@ -411,6 +420,47 @@ def test_names_scores_that_are_lost_on_the_way_to_the_loss(build: Build, monkeyp
 def test_names_a_clip_that_leaves_no_gradient(build: Build) -> None:
     parts = build(loss={"name": "forward_kl", "clip": {"name": "per_token", "max": 1e-9}})
     assert named(examine(parts))["teacher signal"] == "fail"
+
+
+def test_names_gates_that_leave_no_token(build: Build) -> None:
+    diagnosis = examine(build(loss={"name": "forward_kl", "mask": {"student_entropy": {"min": 50.0}}}))
+    assert result(diagnosis, "teacher signal").status == "fail"
+    assert "loss.mask" in result(diagnosis, "teacher signal").advice
+
+
+def test_names_targets_that_a_mask_shifts(build: Build) -> None:
+    """A mask that leaves tokens out by closing the gap: the rows that are read no longer fit."""
+    parts = build(loss={"name": "forward_kl", "mask": {"skip_boundary": True}})
+    assert named(examine(parts)) == {}
+    own = tokens.supervised_rows
+
+    def shifted(*arguments: Any) -> list[int]:
+        return [row - 1 for row in own(*arguments)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "supervised_rows", shifted)
+        assert named(examine(parts)) == {"scored ids = sampled ids": "fail"}
+
+
+def test_says_what_a_mix_minimises_and_counts_what_its_mask_leaves(build: Build) -> None:
+    mix = {"name": "mix", "mask": {"first": 1}}
+    per_entry = {"loss": {"name": "forward_kl", "clip": {"name": "per_entry", "max": 0.05}}, "weight": 0.5}
+    diagnosis = examine(build(loss={**mix, "parts": [per_entry, *MIX_PARTS[2:]]}))
+    settings = result(diagnosis, "loss and sampling")
+    assert settings.figure == "mix, clip per_entry"
+    assert settings.status == "warn"
+    assert "plus 0.1·[-log q(s_t)], s the problem's own solution" in settings.detail
+    assert "4 supervised tokens of " in result(diagnosis, "scored ids = sampled ids").detail
+
+
+def test_memory_counts_the_longest_solution(build: Build) -> None:
+    train = {"num_steps": 2, "num_problems_per_step": 1, "learning_rate": 1e-2, "micro_batch_tokens": 1}
+    sections = {"train": train, "rollout": {"max_new_tokens": 1}, "context": {"name": "answer_only"}}
+    plain, mixed = build(**sections), build(**sections, loss={"name": "mix", "parts": MIX_PARTS})
+    without, with_solutions = (memory.estimate(probe_module.Probe(parts, 2)) for parts in (plain, mixed))
+    longest = max(len(pair.student_ids) + len(mixed.solutions[pair.problem.id]) for pair in mixed.pairs)
+    prompt = max(len(pair.student_ids) for pair in mixed.pairs) + 1
+    assert with_solutions.activation_bytes / without.activation_bytes == pytest.approx(longest / prompt)
 
 
 def test_names_a_loss_that_pulls_the_student_from_itself(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

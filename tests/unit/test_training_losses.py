@@ -47,13 +47,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "solutions": MIX,
     "solutions and gate": {**MIX, "mask": GATE},
-    "solutions, sequence and gate": {**MIX, "reduction": "sequence", "mask": GATE},
+    "solutions, sequence and gate": {**MIX, "reduction": "sequence", "mask": {"skip_boundary": True, **GATE}},
     "baseline": {"name": "sampled_reverse_kl", "group_baseline": True, "discount": 0.5},
     "baseline, last and sequence": {
         "name": "sampled_reverse_kl",
         "group_baseline": True,
         "reduction": "sequence",
-        "mask": {"last": 2},
+        "mask": {"last": 2, "skip_boundary": True},
     },
 }
 
@@ -75,7 +75,7 @@ def recipe(model: Path, folder: Path, loss: dict[str, Any], **changes: Any) -> d
 
 
 def assembled(fields: dict[str, Any]) -> Parts:
-    """Parts in float64 (but for the model's norms, which are not), whose completions have different lengths and whose adapter has moved from where it starts."""
+    """Parts in float64 (but for the model's norms), with completions of different lengths and an adapter that moved."""
     parts = assemble(load_recipe(fields).recipe, CPU)
     parts.student.model.double()
     generator = torch.Generator().manual_seed(0)
@@ -228,13 +228,21 @@ def test_a_step_is_what_its_options_say(
         assert (step.gradients[parameter_name] - parameter.grad).abs().max() <= 1e-7 * largest, parameter_name
 
 
+@pytest.mark.parametrize("adapter", ["lora", "full"])
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_no_split_into_micro_batches_changes_a_step(
-    name: str, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, adapter: str, tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [
         one_step(
-            recipe(tiny_model_folder, tmp_path, LOSSES[name], train={"micro_batch_tokens": tokens}),
+            recipe(
+                tiny_model_folder,
+                tmp_path,
+                LOSSES[name],
+                student={"adapter": {"name": adapter}},
+                teacher={"name": "self", "weights": {"name": "live"}},
+                train={"micro_batch_tokens": tokens},
+            ),
             tmp_path,
             monkeypatch,
         )
@@ -242,6 +250,7 @@ def test_no_split_into_micro_batches_changes_a_step(
     ]
     whole = steps[0]
     gradient = torch.cat([gradient.flatten() for gradient in whole.gradients.values()]).double()
+    assert gradient.norm() > 0.1
     for other in steps[1:]:
         assert other.update.loss == pytest.approx(whole.update.loss, rel=1e-7)
         assert other.update.metrics == pytest.approx(dict(whole.update.metrics), rel=1e-7, abs=1e-7)
@@ -281,7 +290,7 @@ def test_a_baseline_is_the_mean_advantage_of_the_problems_other_completions(
             if other != number and step.rollouts[other].pair.problem.id == rollout.pair.problem.id
             for value in values
         ]
-        expected += [sum(others) / len(others)] * len(advantages[number])
+        expected += [sum(others) / len(others) if others else 0.0] * len(advantages[number])
     # Rollouts come longest sequence first; all fit into one micro-batch.
     order = sorted(
         range(len(step.rollouts)),
