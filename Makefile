@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds test test-slow test-triton check bench docs clean
+.PHONY: help setup demo demo-seeds test test-slow test-triton check bench bench-loss docs clean
 
 help:
 	@echo "setup       .venv with the tested versions"
@@ -15,6 +15,7 @@ help:
 	@echo "test-triton the GPU kernel, interpreted and compiled; installs Triton (1 GB), needs no GPU"
 	@echo "check       ruff, ruff format, pyright strict on src"
 	@echo "bench       tokens/s of the sampler against model.generate"
+	@echo "bench-loss  the loss kernel against TRL's, the products alone and dense autograd (40 minutes)"
 	@echo "docs        build the documentation"
 	@echo "clean       remove .venv and what was built"
 
@@ -49,6 +50,10 @@ demo-seeds: setup
 
 bench: setup
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
+
+bench-loss: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/loss_kernel.py --page docs/performance.md $(ARGS)
 
 docs: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

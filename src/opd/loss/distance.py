@@ -10,17 +10,18 @@ import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opd.config.loss import AnyDivergenceConfig, FullSupport, JSDConfig, TopKSupport
+from opd.config.loss import AnyDivergenceConfig, FullSupport, JSDConfig, NoClip, TopKSupport
 from opd.errors import OpdError
 from opd.loss.base import Needs, RolloutTokens, RowLoss, check_full, check_top_k
 from opd.loss.chunked import Chunk, Objective, Terms, rowwise
 from opd.loss.clip import CLIPS, entry_bound, row_bound
-from opd.loss.divergence import DIVERGENCES, Pair
-from opd.loss.gate import is_open
+from opd.loss.divergence import DIVERGENCES, Entries, Outcomes, Pair
+from opd.loss.gate import gated
 from opd.loss.head import Head, statistics_dtype
 from opd.loss.logits import row_sum
 from opd.loss.outcomes import FullOutcomes, GradientNorms, Slopes, Sums, TopKOutcomes
@@ -65,74 +66,70 @@ class DivergenceLoss(RowLoss):
             scores = check_top_k(self.name, hidden_ND, head, teacher, self.config)
         else:
             scores = check_full(self.name, hidden_ND, head, teacher, support)
-        return lambda chunk: self._terms(chunk, scores)
+        return lambda chunk: gated(self._terms(chunk, scores), self.config.mask)
 
     def _terms(self, chunk: Chunk, scores: Full | TopK) -> Terms:
-        config, weights = self.config, None
+        config = self.config
         if isinstance(config.support, FullSupport):
             assert isinstance(scores, Full)
             outcomes = FullOutcomes(chunk, scores, config.temperature)
         else:
             outcomes = TopKOutcomes(chunk, scores, config.support, config.temperature)
-        weights = self._divergence.weights(outcomes, config)
-        bound = entry_bound(config.clip)
+        weights, bound = self._divergence.weights(outcomes, config), entry_bound(config.clip)
+
+        def entries(pair: Pair) -> Entries:
+            return self._divergence.entries(pair, config, weights)
 
         def slopes_of(pair: Pair) -> Slopes:
-            values, slope = self._divergence.entries(pair, config, weights)
-            if bound == math.inf:
-                return Slopes(slope, slope)
-            return Slopes(torch.where(values > bound, 0.0, slope), slope)
+            values, slope = entries(pair)
+            return Slopes(slope if bound == math.inf else torch.where(values > bound, 0.0, slope), slope)
 
-        unclipped = value = bounded_slope = slope = clipped = torch.zeros_like(outcomes.entropy_student)
-        for pair in outcomes.pairs():
-            values, slopes = self._divergence.entries(pair, config, weights)
-            unclipped = unclipped + row_sum(values)
-            slope = slope + row_sum(slopes)
-            if bound < math.inf:
-                over = values > bound
-                clipped = torch.maximum(clipped, over.any(-1, keepdim=True).to(clipped.dtype))
-                bounded_slope = bounded_slope + row_sum(slopes.masked_fill_(over, 0))
-                value = value + row_sum(values.clamp_(max=bound))
-        if bound == math.inf:
-            value, bounded_slope = unclipped, slope
-            clipped = (unclipped > row_bound(config.clip)).to(unclipped.dtype)
-        value, factor = CLIPS[config.clip.name](value, config.clip)
-
+        total = _summed(outcomes, entries, bound)
+        value, factor = CLIPS[config.clip.name](total.value, config.clip)
         metrics = {
-            "unclipped": unclipped[:, 0],
-            self.name: unclipped[:, 0],
+            "unclipped": total.unclipped[:, 0],
+            self.name: total.unclipped[:, 0],
             "entropy_student": outcomes.entropy_student[:, 0],
             "entropy_teacher": outcomes.entropy_teacher[:, 0],
             **outcomes.metrics,
         }
-        kept = is_open(config.mask, outcomes.entropy_student, outcomes.entropy_teacher)
-        norms = GradientNorms(unclipped) if config.clip.name != "none" else None
-        if norms is not None:
-            metrics["clipped"] = clipped[:, 0]
-
-        def shut(found: dict[str, Tensor]) -> dict[str, Tensor]:
-            if kept is None:
-                return found
-            return {name: torch.where(kept[:, 0], metric, 0.0) for name, metric in found.items()}
-
-        metrics = shut(metrics)
-        clip_factor = factor
-        if kept is not None:
-            value, factor = torch.where(kept, value, 0.0), torch.where(kept, factor, 0.0)
-            metrics["supervised"] = kept[:, 0].to(value.dtype)
-        if config.scale_by_temperature_squared:
-            value, factor = value * config.temperature**2, factor * config.temperature**2
-        scales = norms is not None or kept is not None or config.scale_by_temperature_squared
-        gradient = outcomes.gradient(slopes_of, Sums(bounded_slope, slope, factor if scales else None), norms)
-        if kept is not None:
-            gradient = _shut(gradient, ~kept)
-        after = None if norms is None else lambda: shut(norms.metrics(clip_factor))
-        return Terms(value[:, 0], gradient, metrics, after)
+        squared = config.temperature**2 if config.scale_by_temperature_squared else 1.0
+        if isinstance(config.clip, NoClip):
+            sums = Sums(total.slope, total.slope, None if squared == 1.0 else torch.full_like(value, squared))
+            return Terms((value * squared)[:, 0], outcomes.gradient(slopes_of, sums, None), metrics)
+        over = total.is_over | (total.unclipped > row_bound(config.clip))
+        metrics["clipped"] = over[:, 0].to(value.dtype)
+        norms = GradientNorms(value)
+        sums = Sums(total.bounded_slope, total.slope, factor * squared)
+        gradient = outcomes.gradient(slopes_of, sums, norms)
+        return Terms((value * squared)[:, 0], gradient, metrics, lambda: norms.metrics(factor))
 
 
-def _shut(gradient: Callable[[slice], Tensor], shut_N1: Tensor) -> Callable[[slice], Tensor]:
-    """No gradient where a gate is shut, even where it is NaN: 0 times NaN would be NaN."""
-    return lambda tile: gradient(tile).masked_fill_(shut_N1, 0)
+class _Total(NamedTuple):
+    """Sums over all outcomes of a row, [N, 1]: of entries and slopes as they are, and with the bound on entries."""
+
+    unclipped: Tensor
+    slope: Tensor
+    value: Tensor
+    bounded_slope: Tensor
+    is_over: Tensor
+
+
+def _summed(outcomes: Outcomes, entries: Callable[[Pair], Entries], bound: float) -> _Total:
+    zero = torch.zeros_like(outcomes.entropy_teacher)
+    unclipped = slope = value = bounded_slope = zero
+    is_over = torch.zeros_like(zero, dtype=torch.bool)
+    for pair in outcomes.pairs():
+        values, slopes = entries(pair)
+        unclipped, slope = unclipped + row_sum(values), slope + row_sum(slopes)
+        if bound < math.inf:
+            over = values > bound
+            is_over = is_over | over.any(-1, keepdim=True)
+            bounded_slope = bounded_slope + row_sum(slopes.masked_fill_(over, 0))
+            value = value + row_sum(values.clamp_(max=bound))
+    if bound == math.inf:
+        return _Total(unclipped, slope, unclipped, slope, is_over)
+    return _Total(unclipped, slope, value, bounded_slope, is_over)
 
 
 def _fused(device: torch.device) -> ModuleType | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from opd.config.loss import MixConfig
 from opd.loss.base import Loss, Needs, RolloutTokens, RowLoss
 from opd.loss.chunked import Chunk, Objective, Terms, rowwise
-from opd.loss.gate import is_open
+from opd.loss.gate import gated_tokens
 from opd.loss.head import Head
 from opd.types import TeacherScores, TokenLoss
 
@@ -64,13 +64,7 @@ class MixLoss(Loss):
                 alone = part.loss._rows(hidden_ND, head, teacher, rollout)
                 values.append(part.weight * alone.values)
                 part.report(alone.metrics, metrics)
-        total_N = torch.stack(values).sum(0)
-        kept_N = is_open(self.config.mask, metrics.get("entropy_student"), metrics.get("entropy_teacher"))
-        if kept_N is not None:
-            total_N = torch.where(kept_N, total_N, 0.0)
-            metrics = {name: torch.where(kept_N, metric, 0.0) for name, metric in metrics.items()}
-            metrics["supervised"] = kept_N.to(total_N.dtype)
-        return TokenLoss(total_N, metrics)
+        return gated_tokens(TokenLoss(torch.stack(values).sum(0), metrics), self.config.mask)
 
 
 @dataclass(frozen=True)

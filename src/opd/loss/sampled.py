@@ -13,7 +13,7 @@ from opd.config.loss import SampledReverseKLConfig, SFTConfig
 from opd.errors import OpdError
 from opd.loss.base import Loss, Needs, RolloutTokens, RowLoss, check_full, check_ids, check_rows, vocabulary
 from opd.loss.chunked import Chunk, Objective, Terms, rowwise
-from opd.loss.gate import is_open
+from opd.loss.gate import gated, gated_tokens
 from opd.loss.head import Head
 from opd.loss.logits import put
 from opd.types import Full, Sampled, TeacherScores, TokenLoss
@@ -85,21 +85,11 @@ class CrossEntropy(RowLoss):
 
         def objective(chunk: Chunk) -> Terms:
             terms = log_q(chunk)
-            log_q_gradient = terms.gradient
-            assert log_q_gradient is not None
-            kept_N = is_open(self.config.mask, terms.metrics["entropy_student"], None)
-            values_N = -terms.values_N if kept_N is None else torch.where(kept_N, -terms.values_N, 0.0)
-            factor_N1 = None if kept_N is None else kept_N[:, None].to(values_N.dtype)
-
-            def gradient(tile: slice) -> Tensor:
-                grad_Nv = log_q_gradient(tile).neg_()
-                return grad_Nv if factor_N1 is None else grad_Nv.mul_(factor_N1)
-
+            write = terms.gradient
+            assert write is not None
+            values_N = -terms.values_N
             metrics = {self.name: values_N, **terms.metrics}
-            if kept_N is not None:
-                metrics = {name: torch.where(kept_N, metric, 0.0) for name, metric in metrics.items()}
-                metrics["supervised"] = kept_N.to(values_N.dtype)
-            return Terms(values_N, gradient, metrics)
+            return gated(Terms(values_N, lambda tile: write(tile).neg_(), metrics), self.config.mask)
 
         return objective
 
@@ -138,12 +128,7 @@ class SampledReverseKL(Loss):
         # zero upstream of a masked row it would still be NaN.
         finite_N = weight_N.isfinite()
         values_N = torch.where(finite_N, -weight_N.where(finite_N, 0.0) * log_q_N, -weight_N)
-        kept_N = is_open(self.config.mask, student.metrics["entropy_student"], None)
-        if kept_N is not None:
-            values_N = torch.where(kept_N, values_N, 0.0)
-            metrics = {name: torch.where(kept_N, metric, 0.0) for name, metric in metrics.items()}
-            metrics["supervised"] = kept_N.to(weight_N.dtype)
-        return TokenLoss(values_N, metrics)
+        return gated_tokens(TokenLoss(values_N, metrics), self.config.mask)
 
     def teacher_logp(
         self, hidden_ND: Float[Tensor, "N D"], head: Head | None, teacher: TeacherScores, ids_N: Int[Tensor, " N"]
