@@ -8,11 +8,12 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
-from opd.loss import Head, LowRank
+from opd.loss import Full, Head, LowRank, RolloutTokens, TokenLoss, build
 
 N, V, D = 5, 11, 4
 
@@ -44,11 +45,32 @@ COMBINATIONS = [
     {**divergence, "clip": clip, "support": support, "temperature": (1.0, 0.7, 1.6)[number % 3]}
     for number, (divergence, clip, support) in enumerate(product(DIVERGENCES, CLIPS, SUPPORTS))
 ]
+DISTANCES = [{**divergence, "support": support} for divergence in DIVERGENCES for support in SUPPORTS]
+MIX = {
+    "name": "mix",
+    "parts": [
+        {"loss": {"name": "jsd"}, "weight": 0.5},
+        {"loss": {"name": "forward_kl", "support": {"name": "top_k", "k": 3}}, "weight": 0.5},
+        {"loss": {"name": "sft"}, "weight": 0.1},
+        {"loss": {"name": "sampled_reverse_kl"}, "weight": 0.3},
+    ],
+}
+ALL = [*DISTANCES, {"name": "sft"}, {"name": "sampled_reverse_kl"}, MIX]
+# One of every kind, for what has nothing to do with the divergence.
+KINDS = [
+    {"name": "reverse_kl"},
+    {"name": "adaptive_kl", "support": SUPPORTS[1]},
+    {"name": "jsd", "support": SUPPORTS[2], "clip": {"name": "weight", "max": 0.06}},
+    {"name": "tvd", "support": SUPPORTS[6], "clip": {"name": "per_entry", "max": 0.02}},
+    {"name": "sft"},
+    {"name": "sampled_reverse_kl"},
+    MIX,
+]
 
 
 def label(config: dict[str, Any]) -> str:
     support = config.get("support", {"name": "full"})
-    where = "full" if support["name"] == "full" else f"{support['of']}_{support['tail']}"
+    where = "full" if support["name"] == "full" else f"{support.get('of', 'teacher')}_{support.get('tail', 'bucket')}"
     return f"{config['name']}-{config.get('clip', {'name': 'none'})['name']}-{where}"
 
 
@@ -81,6 +103,36 @@ def leaves(head: Head) -> list[Tensor]:
     """The tensors of a head that could train."""
     bias = [] if head.bias is None else [head.bias]
     return [head.weight, *bias, *(tensor for low in head.low_rank for tensor in (low.down, low.up))]
+
+
+def named(config: dict[str, Any]) -> str:
+    return label(config) if "support" in config else config["name"]
+
+
+def rotate(values: tuple[Any, ...]) -> list[Any]:
+    """Each distance with one of the values, so that each divergence and each support meets all of them."""
+    return [
+        pytest.param(c, values[i % len(values)], id=f"{named(c)}-{values[i % len(values)]}")
+        for i, c in enumerate(DISTANCES)
+    ]
+
+
+def rollout(num_rows: int = N, num_tokens: int = V) -> RolloutTokens:
+    return RolloutTokens(torch.arange(num_rows) % num_tokens)
+
+
+def run(config: dict[str, Any], student: Tensor, teacher: Tensor, **options: Any) -> tuple[TokenLoss, Tensor]:
+    """Scores, and the gradient of their sum."""
+    student = student.clone().requires_grad_()
+    scores = build(config, **options).tokens(student, Full.from_logits(teacher), rollout(*student.shape))
+    scores.values.sum().backward()
+    assert student.grad is not None
+    return scores, student.grad
+
+
+def without_shape_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the checks of shapes at run time, which take most of the time at these sizes; other tests make them."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def cut_vocabulary(monkeypatch: pytest.MonkeyPatch, num_rows: int, width: int, dtype: torch.dtype) -> int:

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from loss_cases import CLIPS, COMBINATIONS, DIVERGENCES, SUPPORTS, N, label, pair
+from loss_cases import CLIPS, COMBINATIONS, DIVERGENCES, SUPPORTS, N, label, pair, without_shape_checks
 from opd.loss import Full, Loss, build
 from reference import losses as reference
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_shape_checks(monkeypatch)
 
 
 def value_and_gradient(loss: Loss, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

