@@ -111,9 +111,11 @@ def named(config: dict[str, Any]) -> str:
 
 def rotate(values: tuple[Any, ...]) -> list[Any]:
     """Each distance with one of the values, so that each divergence and each support meets all of them."""
+    shown = [value["name"] if isinstance(value, dict) else str(value) for value in values]
+    chosen = [i % len(values) for i in range(len(DISTANCES))]
     return [
-        pytest.param(c, values[i % len(values)], id=f"{named(c)}-{values[i % len(values)]}")
-        for i, c in enumerate(DISTANCES)
+        pytest.param(config, values[i], id=f"{named(config)}-{shown[i]}")
+        for config, i in zip(DISTANCES, chosen, strict=True)
     ]
 
 

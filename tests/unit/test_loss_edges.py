@@ -10,7 +10,6 @@ from torch import Tensor
 
 from loss_cases import (
     ALL,
-    DISTANCES,
     KINDS,
     SUPPORTS,
     D,
@@ -58,8 +57,7 @@ def test_outcomes_that_both_sides_exclude_do_not_exist(
     assert not gradient[:, gone].any()
 
 
-@pytest.mark.parametrize("side", ["student", "teacher"])
-@pytest.mark.parametrize("config", DISTANCES, ids=named)
+@pytest.mark.parametrize(("config", "side"), rotate(("student", "teacher")))
 def test_what_one_side_excludes_is_finite_and_touches_no_other_row(config: dict[str, Any], side: str) -> None:
     student, teacher = pair()
     likely = int((student if side == "teacher" else teacher)[3].argmax())

@@ -33,8 +33,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     without_shape_checks(monkeypatch)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (2, 4), (3, V - 1), (1000, 1000)])
+@pytest.mark.parametrize(
+    ("num_rows", "width", "threads"), [(1, 1, 1), (2, 4, 1), (2, 6, 3), (3, V - 1, 1), (1000, 1000, 1)]
+)
 @pytest.mark.parametrize("config", KINDS, ids=named)
 def test_chunks_tiles_order_and_threads(
     config: dict[str, Any], num_rows: int, width: int, threads: int, monkeypatch: pytest.MonkeyPatch

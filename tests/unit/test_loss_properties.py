@@ -17,7 +17,7 @@ from opd.loss import Full, TokenLoss, TopK, build
 FULL: dict[str, Any] = {"name": "full"}
 F_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd")
 divergences = st.sampled_from(DIVERGENCES)
-some = hypothesis.settings(max_examples=60, deadline=None, database=None)
+some = hypothesis.settings(max_examples=40, deadline=None, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")

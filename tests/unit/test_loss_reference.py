@@ -24,8 +24,8 @@ UPSTREAM = draw(N, seed=2)
 
 @pytest.fixture(autouse=True)
 def chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Chunks of 2, 2 and 1 rows, tiles of 4, 4 and 3 tokens."""
-    return cut_vocabulary(monkeypatch, num_rows=2, width=4, dtype=torch.float64)
+    """Chunks of 3 and 2 rows, tiles of 4, 4 and 3 tokens."""
+    return cut_vocabulary(monkeypatch, num_rows=3, width=4, dtype=torch.float64)
 
 
 def agree(scores: TokenLoss, student: Tensor, expected: reference.Scores) -> None:
