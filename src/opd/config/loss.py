@@ -239,7 +239,12 @@ class MixPart(Config):
 
 
 class MixConfig(BaseLossConfig):
-    """The weighted sum of several losses on the same tokens. Mask and reduction are the mix's own."""
+    """The weighted sum of several losses on the same tokens. Mask and reduction are the mix's own.
+
+    `sft` in a recipe is about other tokens: the problem's own solution as the answer to the student's prompt, once a
+    step for each problem, with a mean of its own. The mask looks at sampled completions alone; every token of a
+    solution counts.
+    """
 
     name: Literal["mix"]
     parts: tuple[MixPart, ...] = Field(min_length=1)
