@@ -58,6 +58,9 @@ LOSSES: dict[str, Callable[[Any, int | None], Loss]] = {
 def build(config: Mapping[str, Any] | LossConfig, *, chunk_bytes: int | None = None) -> Loss:
     """The loss that a config describes.
 
+    A loss computes the rows it is given: entropy gates act in it, while the other masks choose its rows beforehand
+    (`opd.loss.mask.supervised`) and `reduction` says how its values are averaged (`opd.loss.reduce`).
+
     Args:
         config: a loss config, or the mapping that a recipe holds under ``loss``.
         chunk_bytes: memory of the logits that exist at a time, both models together. None chooses by device.

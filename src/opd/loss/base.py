@@ -56,6 +56,8 @@ class Loss(ABC):
         self.name: str = config.name
         self.formula = formula(config)
         self._chunk_bytes = chunk_bytes
+        # A mean over completions weighs tokens by the length of theirs.
+        self._uniform = config.reduction == "token"
 
     def tokens(
         self, student_logits_NV: Float[Tensor, "N V"], teacher: TeacherScores, rollout: RolloutTokens | None = None
@@ -115,7 +117,7 @@ class RowLoss(Loss):
         self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
     ) -> TokenLoss:
         objective = self.objective(hidden_ND, head, teacher, rollout)
-        return rowwise(objective, hidden_ND, head, self._chunk_bytes)
+        return rowwise(objective, hidden_ND, head, self._chunk_bytes, uniform=self._uniform)
 
 
 def vocabulary(hidden_ND: Float[Tensor, "N D"], head: Head | None) -> int:

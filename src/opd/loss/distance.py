@@ -55,7 +55,11 @@ class DivergenceLoss(RowLoss):
         if fused is None or not fused.fits(config, statistics_dtype(hidden_ND if head is None else head.weight)):
             return super()._rows(hidden_ND, head, teacher, rollout)
         scores = check_full(self.name, hidden_ND, head, teacher, config.support)
-        return rowwise(lambda chunk: fused.terms(chunk, scores, config, head), hidden_ND, head, self._chunk_bytes)
+
+        def objective(chunk: Chunk) -> Terms:
+            return fused.terms(chunk, scores, config, head)
+
+        return rowwise(objective, hidden_ND, head, self._chunk_bytes, uniform=self._uniform)
 
     def objective(
         self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, _rollout: RolloutTokens | None, /

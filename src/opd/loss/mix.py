@@ -56,7 +56,7 @@ class MixLoss(Loss):
             if isinstance(part.loss, RowLoss)
         ]
         if objectives:
-            fused = rowwise(_sum(objectives), hidden_ND, head, self._chunk_bytes)
+            fused = rowwise(_sum(objectives), hidden_ND, head, self._chunk_bytes, uniform=self._uniform)
             values.append(fused.values)
             metrics.update(fused.metrics)
         for part in self._parts:
