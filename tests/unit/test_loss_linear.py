@@ -63,8 +63,8 @@ def gradients(scores: TokenLoss, upstream: Tensor, hidden: Tensor, head: Head) -
     return list(torch.autograd.grad(scores.values, tensors, upstream, retain_graph=True))
 
 
-def close(found: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}")
+def close(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def check(config: dict[str, Any], kind: str, chunk_bytes: int, upstreams: list[str], *, frozen_too: bool) -> None:
@@ -80,7 +80,8 @@ def check(config: dict[str, Any], kind: str, chunk_bytes: int, upstreams: list[s
         close(scores.values, dense.values, "values")
         assert scores.metrics.keys() == dense.metrics.keys()
         for name, metric in scores.metrics.items():
-            close(metric, dense.metrics[name], name)
+            # The share that a clip removed is one less a quotient of norms, which may both be small.
+            close(metric, dense.metrics[name], name, 1e-4 if name.endswith("grad_removed_frac") else 1e-5)
         for name in upstreams:
             found = gradients(scores, UPSTREAMS[name], hidden, head)
             for ours, theirs in zip(found, expected[name], strict=trained):
