@@ -53,7 +53,7 @@ MEANINGS = {
     "LoraConfig.r": "Rank.",
     "LoraConfig.alpha": "The adapter's product is scaled by alpha / r.",
     "LoraConfig.dropout": "Dropout on the adapter's input, in updates alone.",
-    "LoraConfig.target_modules": "Which linear layers get an adapter. The output head cannot.",
+    "LoraConfig.target_modules": "Which linear layers get an adapter; `lm_head` when named, with dropout 0.",
     "SelfTeacherConfig.weights": "Which of the student's weights teach.",
     "EmaWeights.decay": "ema = decay * ema + (1 - decay) * live, after each step.",
     "ContextConfig.name": "See the list above.",

@@ -41,6 +41,8 @@ def test_a_config_object_is_as_good_as_a_mapping() -> None:
         ({"name": "forward_kl", "temperature": math.nan}, "loss.temperature"),
         ({"name": "forward_kl", "temperature": 0.0}, "loss.temperature"),
         ({"name": "jsd", "teacher_weight": math.nan}, "loss.teacher_weight"),
+        ({"name": "skew_kl", "alpha": 0.0}, "loss.alpha"),
+        ({"name": "skew_reverse_kl", "alpha": 1.0}, "loss.alpha"),
         ({"name": "reverse_kl", "clip": {"name": "weight", "max": math.nan}}, "loss.clip"),
         ({"name": "reverse_kl", "clip": {"name": "per_entry", "max": -1.0}}, "loss.clip"),
         ({"name": "sampled_reverse_kl", "discount": 1.5}, "loss.discount"),
@@ -89,3 +91,20 @@ def test_shapes_are_checked_at_run_time_in_tests() -> None:
     """Guards the import hook of this folder's conftest: without it the annotations would be mere comments here."""
     with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
         build({"name": "forward_kl"}).tokens(torch.zeros(3), Full.from_logits(torch.zeros(3, 5)))
+
+
+def test_a_mix_whose_gate_looks_at_the_teacher_needs_the_whole_of_it() -> None:
+    part = {"name": "forward_kl", "support": {"name": "top_k", "k": 2}}
+    gate = {"teacher_entropy": {"min": 0.5}}
+    loss = build({"name": "mix", "mask": gate, "parts": [{"loss": part, "weight": 1.0}]})
+    teacher = TopK(torch.tensor([[0, 1]] * 3), torch.full((3, 2), -1.0))
+    with pytest.raises(OpdError, match="likeliest tokens") as error:
+        loss.tokens(torch.zeros(3, 5), teacher)
+    assert "entropy" in error.value.why
+
+
+def test_top_k_scores_that_name_a_token_twice_are_refused() -> None:
+    loss = build({"name": "forward_kl", "support": {"name": "top_k", "k": 2}})
+    teacher = TopK(torch.tensor([[0, 1], [3, 3], [4, 2]]), torch.full((3, 2), -1.0))
+    with pytest.raises(OpdError, match="twice in one row"):
+        loss.tokens(torch.zeros(3, 5), teacher)

@@ -145,17 +145,23 @@ class JSDConfig(DivergenceConfig):
 
 
 class SkewKLConfig(DivergenceConfig):
-    """KL(teacher‖alpha * teacher + (1 - alpha) * student), the skew KL of DistiLLM (arXiv 2402.03898)."""
+    """KL(teacher‖alpha * teacher + (1 - alpha) * student), the skew KL of DistiLLM (arXiv 2402.03898).
+
+    alpha lies inside (0, 1): 0 would be `forward_kl`, which has its own name, and 1 is zero.
+    """
 
     name: Literal["skew_kl"]
-    alpha: float = Field(default=0.1, ge=0, lt=1)
+    alpha: float = Field(default=0.1, gt=0, lt=1)
 
 
 class SkewReverseKLConfig(DivergenceConfig):
-    """KL(student‖(1 - alpha) * teacher + alpha * student), the skew reverse KL of DistiLLM-2 (arXiv 2503.07067)."""
+    """KL(student‖(1 - alpha) * teacher + alpha * student), the skew reverse KL of DistiLLM (arXiv 2402.03898).
+
+    alpha lies inside (0, 1): 0 would be `reverse_kl`, which has its own name, and 1 is zero.
+    """
 
     name: Literal["skew_reverse_kl"]
-    alpha: float = Field(default=0.1, ge=0, lt=1)
+    alpha: float = Field(default=0.1, gt=0, lt=1)
 
 
 class AdaptiveKLConfig(DivergenceConfig):

@@ -194,6 +194,13 @@ def check_top_k(
         )
     check_rows(name, hidden_ND.shape[0], teacher.ids_NK.shape[0])
     check_ids(name, teacher.ids_NK, vocabulary(hidden_ND, head))
+    ordered_NK = teacher.ids_NK.sort(dim=-1).values
+    if bool((ordered_NK[:, 1:] == ordered_NK[:, :-1]).any()):
+        raise OpdError(
+            f"{name} got TopK scores that name a token twice in one row.",
+            why="its probability would be counted twice",
+            fix="pass K different ids in each row",
+        )
     return teacher
 
 

@@ -121,8 +121,6 @@ def jsd(pair: Pair, config: JSDConfig, _weights: None) -> Entries:
 
 def skew_kl(pair: Pair, config: SkewKLConfig, _weights: None) -> Entries:
     """KL(p‖m) with m = α p + (1−α) q: DistiLLM (arXiv 2402.03898); slope −p (1−α) q / m."""
-    if config.alpha == 0:  # m is q then, and a q that underflows is only known by its logarithm
-        return forward_kl(pair, config, None)
     p, q = pair.p, pair.q
     m = torch.lerp(q, p, config.alpha, out=pair.buffer("m"))
     slope = torch.mul(p, q, out=pair.log_q).mul_(config.alpha - 1).div_(_positive(m))
@@ -130,9 +128,7 @@ def skew_kl(pair: Pair, config: SkewKLConfig, _weights: None) -> Entries:
 
 
 def skew_reverse_kl(pair: Pair, config: SkewReverseKLConfig, _weights: None) -> Entries:
-    """KL(q‖m) with m = (1−α) p + α q: DistiLLM-2 (arXiv 2503.07067); slope d + q (1 − α q / m)."""
-    if config.alpha == 0:
-        return reverse_kl(pair, config, None)
+    """KL(q‖m) with m = (1−α) p + α q: DistiLLM (arXiv 2402.03898); slope d + q (1 − α q / m)."""
     p, q = pair.p, pair.q
     m = torch.lerp(p, q, config.alpha, out=pair.buffer("m"))
     share = torch.div(q, _positive(m), out=pair.log_p).mul_(-config.alpha).add_(1.0).mul_(q)

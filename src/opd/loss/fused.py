@@ -72,7 +72,7 @@ def terms(chunk: Chunk, scores: Full, config: AnyDivergenceConfig, head: Head | 
             config.temperature**2 if config.scale_by_temperature_squared else 1.0,
             1.0 if head is None else head.scale,
             1.0 if head is None or head.softcap is None else head.softcap,
-            KIND=_kind(config),
+            KIND=_KINDS[config.name],
             CLIP=_CLIPS[config.clip.name],
             SOFTCAP=head is not None and head.softcap is not None,
             ZERO=LOG_ZERO,
@@ -88,13 +88,6 @@ def terms(chunk: Chunk, scores: Full, config: AnyDivergenceConfig, head: Head | 
         metrics["grad_norm_unclipped"] = norm_N
         metrics["grad_removed_frac"] = torch.where(norm_N > 0, removed_N, 0.0)
     return Terms(value_N, None, metrics)
-
-
-def _kind(config: AnyDivergenceConfig) -> int:
-    if isinstance(config, SkewKLConfig | SkewReverseKLConfig) and config.alpha == 0:
-        # The mixture is one of the two sides then, as in `divergence`.
-        return _KINDS["forward_kl" if config.name == "skew_kl" else "reverse_kl"]
-    return _KINDS[config.name]
 
 
 def _weight(config: AnyDivergenceConfig) -> float:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from opd.config.loss import MixConfig
+from opd.errors import OpdError
 from opd.loss.base import Loss, Needs, RolloutTokens, RowLoss
 from opd.loss.chunked import Chunk, Objective, Terms, rowwise
 from opd.loss.gate import gated_tokens
 from opd.loss.head import Head
-from opd.types import TeacherScores, TokenLoss
+from opd.types import TeacherScores, TokenLoss, TopK
 
 # The same for every part.
 _SHARED = ("entropy_student", "entropy_teacher", "teacher_top1_agreement")
@@ -48,6 +49,12 @@ class MixLoss(Loss):
     def _rows(
         self, hidden_ND: Tensor, head: Head | None, teacher: TeacherScores, rollout: RolloutTokens | None, /
     ) -> TokenLoss:
+        if self.config.mask.teacher_entropy is not None and isinstance(teacher, TopK):
+            raise OpdError(
+                "mix cannot be computed from the teacher's likeliest tokens.",
+                why="loss.mask.teacher_entropy needs the entropy of the whole distribution",
+                fix="use a teacher that provides Full, or leave out that gate",
+            )
         values: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         objectives = [

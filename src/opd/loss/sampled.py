@@ -211,16 +211,17 @@ def group_baseline(
         sequence_N: [N] which completion a token belongs to.
         group_N: [N] which problem it belongs to.
     """
-    _, sequence_N = sequence_N.unique(return_inverse=True)
-    _, group_N = group_N.unique(return_inverse=True)
 
-    def sums(index_N: Tensor) -> tuple[Tensor, Tensor]:
-        size = int(index_N.max()) + 1 if index_N.numel() else 0
-        zeros = advantage_N.new_zeros(size, dtype=torch.float64)
-        total = zeros.index_add(0, index_N, advantage_N.double())
-        return total[index_N], zeros.index_add(0, index_N, torch.ones_like(advantage_N, dtype=torch.float64))[index_N]
+    each_N2 = torch.stack([advantage_N.double(), torch.ones_like(advantage_N, dtype=torch.float64)], 1)
 
-    (group_sum_N, group_count_N), (own_sum_N, own_count_N) = sums(group_N), sums(sequence_N)
-    count_N = group_count_N - own_count_N
-    others_N = torch.where(count_N > 0, (group_sum_N - own_sum_N) / count_N.clamp(min=1), 0.0)
-    return others_N.to(advantage_N.dtype)
+    def sums(index_N: Tensor) -> Tensor:
+        values_S, index_N = index_N.unique(return_inverse=True)
+        return each_N2.new_zeros(len(values_S), 2).index_add(0, index_N, each_N2)[index_N]
+
+    return leave_one_out(sums(group_N), sums(sequence_N)).to(advantage_N.dtype)
+
+
+def leave_one_out(group_S2: Float[Tensor, "S 2"], own_S2: Float[Tensor, "S 2"]) -> Float[Tensor, " S"]:
+    """[S]: the mean over a group without one of its members, 0 where it has no other; from sums and counts of both."""
+    total_S, count_S = (group_S2 - own_S2).unbind(1)
+    return torch.where(count_S > 0, total_S / count_S.clamp(min=1), 0.0)

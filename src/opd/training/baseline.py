@@ -1,10 +1,11 @@
 """The baseline of each token: what the problem's other completions achieved, over the batch of all ranks.
 
-M supervised tokens of all ranks, N of this one.
+N supervised tokens and S completions of this rank, M completions of all ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from opd.config.loss import LossConfig, MixConfig, SampledReverseKLConfig
 from opd.loss import Full, Sampled, token_logp
-from opd.loss.sampled import discounted, group_baseline
+from opd.loss.sampled import discounted, leave_one_out
 from opd.training.batch import realised_tokens, rows_on, scored_rows, select
 from opd.training.distributed import Ranks
 from opd.types import Alignment, Rollout, TeacherScores
@@ -35,9 +36,9 @@ def baselines(
 ) -> list[Tensor]:
     """For each rollout of this rank, nats to subtract from the advantage of each of its supervised tokens.
 
-    A problem's completions may be on several ranks, so the advantages are gathered. They are made of what the sampler
-    said of the student, log p(y) - (behavior_logp + kept_logp): before the first forward pass nothing else is known,
-    and up to rounding and a sampling temperature of its own that is what the loss subtracts the baseline from.
+    A problem's completions may be on several ranks, so each one's sum is gathered. The advantages are made of what the
+    sampler said of the student, log p(y) - (behavior_logp + kept_logp): before the first forward pass nothing else is
+    known, and up to rounding and a sampling temperature of its own that is what the loss subtracts the baseline from.
     """
     device = ranks.device
     everything = range(len(rollouts))
@@ -49,20 +50,21 @@ def baselines(
         assert tokens.sequence_N is not None
         advantage_N = discounted(advantage_N, tokens.sequence_N, config.discount)
 
-    own = advantage_N.split([len(alignment.student_positions) for alignment in alignments])
-    by_rank = ranks.gather(
-        [(rollout.pair.problem.id, part.tolist()) for rollout, part in zip(rollouts, own, strict=True)]
+    lengths = [len(alignment.student_positions) for alignment in alignments]
+    own_S2 = torch.tensor(
+        [[part.double().sum().item(), len(part)] for part in advantage_N.split(lengths)],
+        dtype=torch.float64,
+        device=device,
     )
-    gathered = [item for items in by_rank for item in items]
-    lengths = [len(advantages) for _, advantages in gathered]
-    problems = {problem: number for number, problem in enumerate(sorted({problem for problem, _ in gathered}))}
-    baseline_M = group_baseline(
-        torch.tensor([value for _, advantages in gathered for value in advantages], dtype=torch.float64),
-        torch.arange(len(gathered)).repeat_interleave(torch.tensor(lengths)),
-        torch.tensor([problems[problem] for problem, _ in gathered]).repeat_interleave(torch.tensor(lengths)),
-    )
-    first = sum(len(items) for items in by_rank[: ranks.index])
-    return [part.to(log_p_N) for part in baseline_M.split(lengths)[first : first + len(rollouts)]]
+    problem_S = torch.tensor([_number(rollout.pair.problem.id) for rollout in rollouts], device=device)
+    same_SM = problem_S[:, None] == ranks.gather(problem_S)
+    baseline_S = leave_one_out(same_SM.double() @ ranks.gather(own_S2), own_S2).to(log_p_N)
+    return [value.expand(length) for value, length in zip(baseline_S, lengths, strict=True)]
+
+
+def _number(problem_id: str) -> int:
+    """The same number for the same problem on every rank."""
+    return int.from_bytes(hashlib.sha256(problem_id.encode()).digest()[:8], "big") >> 1
 
 
 def _teacher_logp(teacher: TeacherScores, ids_N: Tensor, temperature: float) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from opd.config.schema import LogConfig
@@ -90,11 +90,13 @@ class Ranks:
         assert isinstance(total, Tensor)
         return total.tolist()
 
-    def gather(self, items: Sequence[T]) -> list[list[T]]:
-        """The items of every rank, rank by rank; they travel pickled."""
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of every rank, rank by rank; a rank with fewer than the others adds rows of zeros."""
         if self.num_ranks == 1:
-            return [list(items)]
-        return gather_object([list(items)])
+            return rows
+        everyone = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
+        assert isinstance(everyone, Tensor)
+        return everyone
 
     def wait(self) -> None:
         """All ranks meet here."""
