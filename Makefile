@@ -15,7 +15,7 @@ help:
 	@echo "test-triton the GPU kernel, interpreted and compiled; installs Triton (1 GB), needs no GPU"
 	@echo "check       ruff, ruff format, pyright strict on src"
 	@echo "bench       tokens/s of the sampler against model.generate"
-	@echo "bench-loss  the loss kernel against TRL's, the products alone and dense autograd (40 minutes)"
+	@echo "bench-loss  the loss kernel against TRL's, the products alone and dense autograd (25 minutes)"
 	@echo "docs        build the documentation"
 	@echo "clean       remove .venv and what was built"
 

@@ -51,12 +51,13 @@ class Cell:
 
 def cells_of_docs() -> list[Cell]:
     """A head of the size of SmolLM2's, of Qwen3-0.6B's, and of a model with a vocabulary of 262k."""
-    small = [Cell(1024, 49152, 576, name, dtype, "frozen") for name in BETA for dtype in ("float32", "bfloat16")]
+    small = [Cell(1024, 49152, 576, name, "float32", "frozen") for name in BETA]
+    small += [Cell(1024, 49152, 576, "forward_kl", "bfloat16", "frozen")]
     small += [Cell(1024, 49152, 576, "forward_kl", dtype, "trained") for dtype in ("float32", "bfloat16")]
     middle = [Cell(1024, 151936, 1024, name, "float32", "frozen") for name in BETA]
     middle += [Cell(1024, 151936, 1024, "forward_kl", "bfloat16", "frozen")]
-    middle += [Cell(1024, 151936, 1024, "forward_kl", dtype, "trained") for dtype in ("float32", "bfloat16")]
-    large = [Cell(512, 262144, 2048, "forward_kl", dtype, "frozen") for dtype in ("float32", "bfloat16")]
+    middle += [Cell(1024, 151936, 1024, "forward_kl", "float32", "trained")]
+    large = [Cell(128, 262144, 2048, "forward_kl", "float32", "frozen")]
     return [*small, *middle, *large]
 
 

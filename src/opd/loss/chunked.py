@@ -25,10 +25,11 @@ from opd.loss.logits import Logits, Scratch, is_row_major, storage_dtype
 from opd.types import Full, TokenLoss
 
 # Memory of the logits of both models together, and of one buffer for a tile of the vocabulary. On a CPU a tile stays in
-# the cache; on other devices it is as large as launches make worth while.
-_CHUNK_BYTES, _CHUNK_BYTES_DEVICE = 128 * 2**20, 1024 * 2**20
-_TILE_BYTES, _TILE_BYTES_DEVICE = 2 * 2**20, 128 * 2**20
-_ROWS = 16
+# the cache; on other devices it is as large as launches make worth while. Chunks have a multiple of so many rows, which
+# products run best with, and a head's gradient in 16 bits is added so many tokens at a time.
+_CHUNK_BYTES, _CHUNK_BYTES_DEVICE = 120 * 2**20, 1024 * 2**20
+_TILE_BYTES, _TILE_BYTES_DEVICE = 4 * 2**20, 128 * 2**20
+_ROWS, _HEAD_TOKENS = 16, 8192
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,6 @@ class _Rows:
     def _chunk_rows(self, num_rows: int, row_bytes: int, device: torch.device) -> int:
         budget = self.chunk_bytes or (_CHUNK_BYTES if device.type == "cpu" else _CHUNK_BYTES_DEVICE)
         most = max(1, min(budget // (2 * row_bytes), num_rows))
-        # Products run best over full registers: multiples of 16 rows.
         return most - most % _ROWS if most > _ROWS else most
 
 
@@ -272,7 +272,10 @@ class _HeadGradient:
             if total_VD.dtype == weight_VD.dtype == grad_VN.dtype:
                 total_VD.addmm_(grad_VN, x_ND.to(total_VD.dtype))
             else:
-                total_VD.add_(torch.mm(grad_VN.to(weight_VD.dtype), x_ND.to(weight_VD.dtype)))
+                x_ND = x_ND.to(weight_VD.dtype)
+                # Tile by tile: the product in 16 bits would be as large as the weight.
+                for total_vD, grad_vN in zip(total_VD.split(_HEAD_TOKENS), grad_VN.split(_HEAD_TOKENS), strict=True):
+                    total_vD.add_(torch.mm(grad_vN.to(weight_VD.dtype), x_ND))
         if self._bias_sum is not None:
             self._bias_sum.add_(grad_VN.sum(1, dtype=self._bias_sum.dtype))
 

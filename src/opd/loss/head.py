@@ -94,7 +94,7 @@ class Head:
     @property
     def weight_VD(self) -> Tensor:
         """The rows of the matrix that count, [V, D]."""
-        return self.weight[: self.num_tokens]
+        return self._rows(self.weight)
 
     @property
     def bias_V(self) -> Tensor | None:
@@ -104,7 +104,11 @@ class Head:
     @property
     def factors(self) -> tuple[Tensor, ...]:
         """[V, D] the weight, and [V, r] for each adapter: the product is Σ inputs[i] @ factors[i].T."""
-        return (self.weight_VD, *(low.up[: self.num_tokens] for low in self.low_rank))
+        return (self.weight_VD, *(self._rows(low.up) for low in self.low_rank))
+
+    def _rows(self, matrix: Tensor) -> Tensor:
+        # A slice of everything is no slice: its gradient would be made once more, in a matrix of its own.
+        return matrix if len(matrix) == self.num_tokens else matrix[: self.num_tokens]
 
     def inputs(self, hidden_ND: Float[Tensor, "*N D"]) -> tuple[Tensor, ...]:
         """What meets each of `factors`: [N, D] the hidden states, and [N, r] for each adapter; differentiable."""

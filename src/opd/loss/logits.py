@@ -21,6 +21,9 @@ from opd.loss.head import Head, statistics_dtype
 # Probability zero counts as exp(-10,000): 0·log 0 is 0, and a divergence that is infinite (one side excludes what the
 # other expects) is large and finite, with a finite gradient that leads away from it. No other row is touched.
 LOG_ZERO = -1e4
+
+# Rows of the weight that one product takes: enough to run at full speed, and few enough to stay in the cache meanwhile.
+_PRODUCT_TOKENS = 4096
 # A logit that no real one is below, for tokens that a sum leaves out: finite, so that a tile of nothing else is no NaN.
 _LEFT_OUT = -1e30
 
@@ -87,7 +90,8 @@ class Logits:
             self.storage_VN.copy_(inputs[0].T)
             return self
         factors = [(x_ND.to(weight.dtype).T, weight) for x_ND, weight in zip(inputs, head.factors, strict=True)]
-        for tile in self.tiles():
+        for start in range(0, self.num_tokens, _PRODUCT_TOKENS):
+            tile = slice(start, min(start + _PRODUCT_TOKENS, self.num_tokens))
             out_vN = self.storage_VN[tile]
             for number, (x_DN, weight_VD) in enumerate(factors):
                 if number == 0 and out_vN.dtype == weight_VD.dtype:
