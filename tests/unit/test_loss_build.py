@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from opd.config.formula import formula, needs
 from opd.config.loss import JSDConfig, LossConfig
 from opd.errors import OpdError
-from opd.loss import LOSSES, Full, Head, Sampled, TopK, build
+from opd.loss import LOSSES, Full, Head, RolloutTokens, Sampled, TopK, build
 from opd.loss.divergence import DIVERGENCES
 
 PARTS = [{"loss": {"name": "forward_kl"}, "weight": 0.5}, {"loss": {"name": "sft"}, "weight": 0.1}]
@@ -101,6 +101,34 @@ def test_a_mix_whose_gate_looks_at_the_teacher_needs_the_whole_of_it() -> None:
     with pytest.raises(OpdError, match="likeliest tokens") as error:
         loss.tokens(torch.zeros(3, 5), teacher)
     assert "entropy" in error.value.why
+
+
+def test_top_k_of_logits_is_refused() -> None:
+    logits = torch.tensor([[4.0, 3.0, 0.0]])
+    loss = build({"name": "forward_kl", "support": {"name": "top_k", "k": 2}})
+    with pytest.raises(OpdError, match="no log-probabilities"):
+        loss.tokens(torch.zeros(1, 3), TopK(torch.tensor([[0, 1]]), logits[:, :2]))
+
+
+def test_one_number_a_row_and_not_a_column_of_them() -> None:
+    loss, rollout = build({"name": "sampled_reverse_kl"}), RolloutTokens(torch.tensor([0, 1, 2]))
+    with pytest.raises(OpdError, match="wrong shape"):
+        loss.tokens(torch.zeros(3, 5), Sampled(torch.zeros(3, 1)), rollout)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -1])
+def test_a_chunk_holds_something(chunk_bytes: int) -> None:
+    with pytest.raises(OpdError, match="chunk_bytes"):
+        build({"name": "forward_kl"}, chunk_bytes=chunk_bytes)
+
+
+def test_one_token_of_either_side_may_be_renormalised() -> None:
+    support = {"name": "top_k", "k": 1, "tail": "renormalize"}
+    with pytest.raises(OpdError, match="not valid"):
+        build({"name": "forward_kl", "support": support})
+    union = build({"name": "forward_kl", "support": {**support, "of": "union"}})
+    student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[0.0, 2.0, 0.0]])
+    assert union.tokens(student, Full.from_logits(teacher)).values.item() > 0.1
 
 
 def test_top_k_scores_that_name_a_token_twice_are_refused() -> None:

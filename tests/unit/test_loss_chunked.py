@@ -89,12 +89,14 @@ def test_trained_head_equals_dense_autograd_in_float32() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements of any tensor that an operation returns."""
+    """Records the largest number of elements of any tensor that an operation returns, and counts matrix products."""
 
     largest = 0
+    products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.products += func.__name__.split(".")[0] in ("mm", "addmm", "addmm_")
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.largest = max(self.largest, tensor.numel())
@@ -185,8 +187,13 @@ def test_a_head_that_moves_between_forward_and_backward_is_an_error() -> None:
 
 
 def test_without_gradients_none_is_computed() -> None:
-    with torch.no_grad():
-        scores = build({"name": "forward_kl"}).linear(draw(N, D).requires_grad_(), Head(draw(V, D)), teacher_scores())
+    hidden, head = draw(N, D).requires_grad_(), Head(draw(V, D).requires_grad_())
+    found: list[int] = []
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), LargestTensor() as recorded:
+            scores = build({"name": "forward_kl"}).linear(hidden, head, teacher_scores())
+        found.append(recorded.products)
+    assert found == [4, 2]  # both models' logits alone
     assert not scores.values.requires_grad
     assert not Sampled(scores.values).logp_N.requires_grad
 

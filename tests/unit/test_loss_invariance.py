@@ -114,3 +114,19 @@ def test_bfloat16_heads_round_in_the_product_alone(config: dict[str, Any]) -> No
         for one, other in zip(ours, theirs, strict=True):
             assert one.dtype == torch.bfloat16
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("of", ["teacher", "student", "union"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_of_equal_logits_the_first_are_the_likeliest_for_any_tile(
+    of: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half precision has many equal logits; which of them a support takes must not depend on how rows are grouped."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randint(-2, 3, (12, 40), generator=generator).to(dtype) for _ in range(2))
+    loss = {"name": "reverse_kl", "support": {"name": "top_k", "k": 5, "of": of, "tail": "renormalize"}}
+    whole = build(loss).tokens(student, Full.from_logits(teacher)).values
+    for rows in (1, 5):
+        monkeypatch.setattr("opd.loss.chunked._TILE_BYTES", 7 * rows * 8)
+        small = build(loss, chunk_bytes=2 * rows * 40 * 8).tokens(student, Full.from_logits(teacher)).values
+        torch.testing.assert_close(small, whole)

@@ -87,7 +87,7 @@ class TopKSupport(Config):
 
     @model_validator(mode="after")
     def _says_something(self) -> TopKSupport:
-        if self.k == 1 and self.tail == "renormalize":
+        if self.k == 1 and self.tail == "renormalize" and self.of != "union":
             raise ValueError(
                 "k = 1 with tail: renormalize puts all of both sides' mass on one token, so the loss is identically "
                 "zero; use tail: bucket, or a larger k"

@@ -75,5 +75,11 @@ def build(config: Mapping[str, Any] | LossConfig, *, chunk_bytes: int | None = N
         raise OpdError(
             "The loss config is not valid.", why=problems, fix=f"see docs/losses.md; names are {', '.join(LOSSES)}"
         ) from None
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise OpdError(
+            f"chunk_bytes is {chunk_bytes}.",
+            why="a chunk holds the logits of at least one row",
+            fix="pass None, or bytes",
+        )
     raise_all("The loss config", list(contradictions(checked)))
     return LOSSES[checked.name](checked, chunk_bytes)

@@ -19,6 +19,9 @@ from opd.loss.chunked import Objective, rowwise
 from opd.loss.head import Head
 from opd.types import Full, TeacherScores, TokenLoss, TopK
 
+# Rounding of half precision, summed over a support, stays below this.
+_MOST_MASS = 1.05
+
 Needs = Literal["full", "sampled", "nothing"]
 
 
@@ -139,7 +142,9 @@ def check_full(
     """
     if not isinstance(teacher, Full):
         fix = "use a teacher that provides Full, or loss.name: sampled_reverse_kl with one that provides Sampled"
-        if isinstance(teacher, TopK):
+        if isinstance(teacher, TopK) and name == "sampled_reverse_kl":
+            fix = "use a teacher that provides Sampled or Full"
+        elif isinstance(teacher, TopK):
             fix = "use a teacher that provides Full, or loss.support: {name: top_k, of: teacher, k: ...}"
         raise OpdError(
             f"{name} cannot be computed from these teacher scores.",
@@ -201,6 +206,12 @@ def check_top_k(
             why="its probability would be counted twice",
             fix="pass K different ids in each row",
         )
+    if bool((teacher.logp_NK.double().exp().sum(-1) > _MOST_MASS).any()):
+        raise OpdError(
+            f"{name} got TopK scores that are no log-probabilities.",
+            why="their probabilities sum to more than one in some row, as logits would",
+            fix="pass log-probabilities at the loss's temperature: (logits / temperature).log_softmax(-1).topk(k)",
+        )
     return teacher
 
 
@@ -212,6 +223,17 @@ def check_rows(name: str, num_student: int, num_other: int) -> None:
             why=f"the student has {num_student} rows and the other side {num_other}",
             fix="pass one row of each for every supervised position, in the same order",
         )
+
+
+def check_vector(name: str, what: str, values_N: Tensor, num_rows: int) -> None:
+    """Raise OpdError unless there is one number for each of the student's rows."""
+    if values_N.ndim != 1:
+        raise OpdError(
+            f"{name} got {what} of the wrong shape.",
+            why=f"it has shape {tuple(values_N.shape)}, and one number for each supervised position is [{num_rows}]",
+            fix="pass a tensor of one dimension",
+        )
+    check_rows(name, num_rows, len(values_N))
 
 
 def check_ids(name: str, ids_N: Int[Tensor, "*N"], num_tokens: int) -> None:

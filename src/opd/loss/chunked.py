@@ -102,6 +102,8 @@ def rowwise(
         Values [N] in float32 (float64 for float64 inputs) and detached metrics [N].
     """
     metrics: dict[str, Tensor] = {}
+    if not torch.is_grad_enabled():  # then nothing below is to see that a tensor could have a gradient
+        hidden_ND, head = hidden_ND.detach(), None if head is None else head.detached()
     inputs = (hidden_ND,) if head is None else head.inputs(hidden_ND)
     rows = _Rows(objective, head, chunk_bytes, uniform)
     # The weights are inputs only so that autograd asks for their gradient; the head computes with the same tensors.
@@ -233,11 +235,14 @@ class _Rowwise(torch.autograd.Function):
                 heads.scale(upstream_N[0])
             else:
                 heads = _HeadGradient(weights, needs[4 + num_inputs :], bias_V if needs[3] else None)
+                # Largest factor 1: gradients in 16 bits have no room for a division by the tokens of a batch.
+                peak = upstream_N.abs().amax().clamp(min=torch.finfo(upstream_N.dtype).tiny) if len(upstream_N) else 1.0
                 with torch.autocast(upstream_N.device.type, enabled=False):
                     for chunk, _terms, grad_VN in ctx.rows.chunks(inputs, gradient=True):
-                        grad_VN.mul_(upstream_N[chunk]).masked_fill_(unused_N1[chunk].T, 0)
+                        grad_VN.mul_(upstream_N[chunk] / peak).masked_fill_(unused_N1[chunk].T, 0)
                         # An unused row's input may be NaN as well, and meets its zero gradient in the product.
                         heads.add(grad_VN, [x_ND[chunk].masked_fill(unused_N1[chunk], 0) for x_ND in inputs])
+                heads.scale(peak)
             d_weights, d_bias_V = heads.results()
         return (None, None, None, d_bias_V, *d_inputs, *d_weights)
 
@@ -279,7 +284,7 @@ class _HeadGradient:
         if self._bias_sum is not None:
             self._bias_sum.add_(grad_VN.sum(1, dtype=self._bias_sum.dtype))
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, factor: Tensor | float) -> None:
         for total in (*self._sums, self._bias_sum):
             if total is not None:
                 total.mul_(factor)

@@ -58,26 +58,28 @@ def terms(chunk: Chunk, scores: Full, config: AnyDivergenceConfig, head: Head | 
     student_NV, teacher_NV = chunk.student.storage_VN.T, chunk.teacher(scores).storage_VN.T
     num_rows, num_tokens = student_NV.shape
     found = {name: torch.empty(num_rows, dtype=torch.float32, device=student_NV.device) for name in _OUTPUTS}
-    if num_rows:
-        _rows[(num_rows,)](
-            student_NV,
-            teacher_NV,
-            *student_NV.stride(),
-            *teacher_NV.stride(),
-            *found.values(),
-            num_tokens,
-            1.0 / config.temperature,
-            _weight(config),
-            row_bound(config.clip),
-            config.temperature**2 if config.scale_by_temperature_squared else 1.0,
-            1.0 if head is None else head.scale,
-            1.0 if head is None or head.softcap is None else head.softcap,
-            KIND=_KINDS[config.name],
-            CLIP=_CLIPS[config.clip.name],
-            SOFTCAP=head is not None and head.softcap is not None,
-            ZERO=LOG_ZERO,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(num_tokens)),
-        )
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(student_NV):
+        if num_rows:
+            _rows[(num_rows,)](
+                student_NV,
+                teacher_NV,
+                *student_NV.stride(),
+                *teacher_NV.stride(),
+                *found.values(),
+                num_tokens,
+                1.0 / config.temperature,
+                _weight(config),
+                row_bound(config.clip),
+                config.temperature**2 if config.scale_by_temperature_squared else 1.0,
+                1.0 if head is None else head.scale,
+                1.0 if head is None or head.softcap is None else head.softcap,
+                KIND=_KINDS[config.name],
+                CLIP=_CLIPS[config.clip.name],
+                SOFTCAP=head is not None and head.softcap is not None,
+                ZERO=LOG_ZERO,
+                BLOCK=min(_BLOCK, triton.next_power_of_2(num_tokens)),
+            )
     value_N, norm_N, unclipped_N = found.pop("value"), found.pop("norm"), found["unclipped"]
     metrics = {**found, config.name: unclipped_N}
     if config.clip.name != "none":
@@ -101,10 +103,10 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-def _log_prob(z, inv_temperature, maximum, log_total, ZERO: tl.constexpr):
-    """log softmax; a logit of −inf counts as exp(ZERO)."""
+def _log_prob(z, inv_temperature, maximum, log_sum, ZERO: tl.constexpr):
+    """log softmax; a logit of −inf counts as the largest one plus ZERO."""
     x = z * inv_temperature
-    return tl.where(x == -float("inf"), maximum + ZERO, x) - log_total
+    return tl.where(x == -float("inf"), ZERO * inv_temperature, x - maximum) - log_sum
 
 
 @_jit
@@ -192,7 +194,7 @@ def _rows(
         s_at_top = tl.where(here > t_max, at_first, s_at_top)
         s_max, s_total, s_weighted = _statistics(s, valid, inv_temperature, s_max, s_total, s_weighted)
         t_max, t_total, t_weighted = _statistics(t, valid, inv_temperature, t_max, t_total, t_weighted)
-    s_log, t_log = s_max + tl.log(s_total), t_max + tl.log(t_total)
+    s_log, t_log = tl.log(s_total), tl.log(t_total)
     tl.store(entropy_s_ptr + row, tl.log(s_total) - s_weighted / s_total)
     tl.store(entropy_t_ptr + row, tl.log(t_total) - t_weighted / t_total)
     tl.store(agreement_ptr + row, tl.where(s_at_top >= s_max, 1.0, 0.0))

@@ -57,12 +57,15 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of a softmax over each row, all [N, 1]: log of its normaliser, its entropy in nats, the largest logit/τ, and the
-    first token of the tile in which that lies."""
+    """Of a softmax over each row, all [N, 1]: the largest logit/τ, log Σ exp(logit/τ − that), the entropy in nats, and
+    the first token of the tile in which the largest logit lies.
 
-    log_total: Tensor
-    entropy: Tensor
+    The two parts of the normaliser are subtracted one after the other: their sum would round at the size of the logits.
+    """
+
     maximum: Tensor
+    log_sum: Tensor
+    entropy: Tensor
     place: Tensor
 
 
@@ -112,7 +115,8 @@ class Logits:
         """log softmax(logits/τ) of a tile, in the named buffer."""
         z_Nv = self._read(tile, temperature, into)
         out_Nv = self.scratch.take(into, *z_Nv.shape)
-        return torch.sub(z_Nv, self.stats(temperature).log_total, out=out_Nv)
+        stats = self.stats(temperature)
+        return torch.sub(z_Nv, stats.maximum, out=out_Nv).sub_(stats.log_sum)
 
     def _read(self, tile: slice, temperature: float, into: str) -> Float[Tensor, "N v"]:
         """logits/τ of a tile to look at: the stored ones where they are what is asked for, else in the named buffer."""
@@ -126,15 +130,16 @@ class Logits:
             stats = self._measure(temperature)
             # An outcome of probability zero makes its row's entropy NaN (0 · −inf): a look at N numbers saves a pass.
             if not bool(stats.entropy.isfinite().all()):
-                self._replace_infinite(temperature)
+                self._replace_infinite()
                 stats = self._measure(temperature)
             self._stats[temperature] = stats
         return self._stats[temperature]
 
     def rest(self, ids_NK: Int[Tensor, "N K"], temperature: float) -> Float[Tensor, "N 1"]:
-        """log Σ exp(logits/τ) over the tokens of each row that are not among its `ids`."""
-        self.stats(temperature)
-        return self._measure(temperature, without_NK=ids_NK).log_total
+        """log of the probability of all tokens of each row that are not among its `ids`."""
+        stats = self.stats(temperature)
+        rest = self._measure(temperature, without_NK=ids_NK)
+        return (rest.maximum - stats.maximum) + (rest.log_sum - stats.log_sum)
 
     def _measure(self, temperature: float, without_NK: Tensor | None = None) -> Stats:
         """One pass: maximum m, Σ e^(z−m) and Σ (z−m) e^(z−m), rescaled whenever the maximum grows."""
@@ -158,14 +163,14 @@ class Logits:
             else:
                 total, weighted, place = here_total, here_weighted, torch.zeros_like(top, dtype=torch.int64)
             maximum = top
-        log_total = total.log()
-        return Stats(maximum + log_total, log_total - weighted / total, maximum, place)
+        log_sum = total.log()
+        return Stats(maximum, log_sum, log_sum - weighted / total, place)
 
-    def _replace_infinite(self, temperature: float) -> None:
+    def _replace_infinite(self) -> None:
         top_1N = self.storage_VN.amax(0, keepdim=True)
         for tile in self.tiles():
             stored_vN = self.storage_VN[tile]
-            torch.where(stored_vN == -torch.inf, top_1N + LOG_ZERO * temperature, stored_vN, out=stored_vN)
+            torch.where(stored_vN == -torch.inf, top_1N + LOG_ZERO, stored_vN, out=stored_vN)
 
     def likeliest(self, temperature: float) -> Int[Tensor, "N 1"]:
         """The likeliest token of each row, the first of several; looked for in the tile that has the maximum alone."""
@@ -178,18 +183,42 @@ class Logits:
         """Logits of some tokens of each row."""
         return self.storage_VN.gather(0, ids_NK.T).T.to(self.scratch.dtype)
 
+    def log_prob_at(self, ids_NK: Int[Tensor, "N K"], temperature: float) -> Float[Tensor, "N K"]:
+        """log softmax(logits/τ) of some tokens of each row."""
+        stats, at_NK = self.stats(temperature), self.at(ids_NK)
+        return (at_NK if temperature == 1.0 else at_NK.div_(temperature)) - stats.maximum - stats.log_sum
+
     def top(self, k: int) -> Int[Tensor, "N K"]:
-        """The k likeliest tokens of each row, likeliest first."""
-        best_NK = ids_NK = torch.empty(0)
+        """The k likeliest tokens of each row, likeliest first; of several that are equal the first, for any tile."""
+        best_NK = ids_NK = torch.empty(0, device=self.storage_VN.device)
         for tile in self.tiles():
-            found_NK, places_NK = self.storage_VN[tile].T.topk(min(k, tile.stop - tile.start), dim=-1)
-            places_NK = places_NK + tile.start
+            found_NK, places_NK = self.storage_VN[tile].T, torch.arange(tile.start, tile.stop, device=ids_NK.device)
+            places_NK = places_NK.expand_as(found_NK)
+            found_NK, order_NK = _first_of_equals(found_NK, k)
+            places_NK = places_NK.gather(-1, order_NK)
             if tile.start:
                 found_NK, places_NK = torch.cat([best_NK, found_NK], -1), torch.cat([ids_NK, places_NK], -1)
-                found_NK, order_NK = found_NK.topk(min(k, found_NK.shape[-1]), dim=-1)
+                found_NK, order_NK = _first_of_equals(found_NK, k)
                 places_NK = places_NK.gather(-1, order_NK)
             best_NK, ids_NK = found_NK, places_NK
         return ids_NK
+
+
+def _first_of_equals(values_NK: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their places, of equals the leftmost; `topk` alone takes any of them.
+
+    Half precision has many equal logits. Ordered by value, then from the left, by one whole number for each entry.
+    """
+    k = min(k, values_NK.shape[-1])
+    if values_NK.dtype == torch.float64:
+        values_NK, order_NK = values_NK.sort(dim=-1, descending=True, stable=True)
+        return values_NK[:, :k], order_NK[:, :k]
+    # −0 and 0 are equal, so they become one. The bits of a float32 are in the order of its value, negative ones turned.
+    bits_NK = (values_NK.float() + 0.0).contiguous().view(torch.int32).to(torch.int64)
+    rank_NK = torch.where(bits_NK < 0, -(bits_NK & 0x7FFFFFFF), bits_NK)
+    places_K = torch.arange(values_NK.shape[-1], device=values_NK.device)
+    order_NK = ((rank_NK << 31) - places_K).topk(k, dim=-1).indices
+    return values_NK.gather(-1, order_NK), order_NK
 
 
 def row_sum(tile_Nv: Float[Tensor, "N v"]) -> Float[Tensor, "N 1"]:
@@ -234,4 +263,6 @@ def put(
 
 def storage_dtype(head: Head | None, like: Tensor) -> torch.dtype:
     """What logits are kept in: as the product gives them when nothing follows it, else the dtype of statistics."""
-    return head.weight.dtype if head is not None and head.is_plain else statistics_dtype(like)
+    if head is None:
+        return statistics_dtype(like)
+    return head.weight.dtype if head.is_plain else statistics_dtype(head.weight)

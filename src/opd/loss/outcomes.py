@@ -90,7 +90,7 @@ class FullOutcomes:
 
     def teacher_head(self, mass: float) -> Column:
         """Log-probability of the least likely of the fewest tokens whose mass reaches `mass`."""
-        return _head(lambda k: _log_probs(self._teacher, self._teacher.top(k), self._temperature), mass)
+        return _head(lambda k: self._teacher.log_prob_at(self._teacher.top(k), self._temperature), mass)
 
     def gradient(
         self, slopes_of: SlopesOf, sums: Sums, norms: GradientNorms | None
@@ -123,8 +123,8 @@ class TopKOutcomes:
         scores = chunk.teacher(teacher) if isinstance(teacher, Full) else None
         self._ids_NK, top_p = _support(student, scores, teacher, support, chunk.rows)
         stats = student.stats(temperature)
-        log_q = _log_probs(student, self._ids_NK, temperature)
-        log_p = top_p if scores is None else _log_probs(scores, self._ids_NK, temperature)
+        log_q = student.log_prob_at(self._ids_NK, temperature)
+        log_p = top_p if scores is None else scores.log_prob_at(self._ids_NK, temperature)
         assert log_p is not None
         twice_NK = _repeats(self._ids_NK) if support.of == "union" else None
         if twice_NK is not None:
@@ -142,8 +142,8 @@ class TopKOutcomes:
         if support.tail == "bucket":
             self._rest = student.rest(self._ids_NK, temperature)
             is_all = support.k == student.num_tokens
-            rest_p = _tail(log_p, is_all) if scores is None else _rest(scores, self._ids_NK, temperature)
-            log_q = torch.cat([log_q, self._rest - stats.log_total], -1)
+            rest_p = _tail(log_p, is_all) if scores is None else scores.rest(self._ids_NK, temperature)
+            log_q = torch.cat([log_q, self._rest], -1)
             log_p = torch.cat([log_p, rest_p], -1)
         else:
             log_q, log_p = log_q.log_softmax(-1), log_p.log_softmax(-1)
@@ -201,7 +201,7 @@ class TopKOutcomes:
         """a_j = q_j / q_rest of a tile."""
         rest = cast(Tensor, self._rest)
         # A token of the support may be likelier than all the rest together: its quotient is not used, and kept finite.
-        return self._student.scaled(tile, self._temperature, into).sub_(rest).clamp_(max=0.0).exp_()
+        return self._student.log_prob(tile, self._temperature, into).sub_(rest).clamp_(max=0.0).exp_()
 
     def _add_norms(self, norms: GradientNorms, before: Tensor, after: Tensor) -> None:
         if self._rest is None:
@@ -235,16 +235,6 @@ def _support(
     assert scores is not None
     sides = {"teacher": (scores,), "student": (student,), "union": (scores, student)}[support.of]
     return torch.cat([side.top(support.k) for side in sides], -1), None
-
-
-def _log_probs(logits: Logits, ids_NK: Tensor, temperature: float) -> Float[Tensor, "N K"]:
-    log_total = logits.stats(temperature).log_total
-    at_NK = logits.at(ids_NK)
-    return (at_NK if temperature == 1.0 else at_NK.div_(temperature)) - log_total
-
-
-def _rest(logits: Logits, ids_NK: Tensor, temperature: float) -> Column:
-    return logits.rest(ids_NK, temperature) - logits.stats(temperature).log_total
 
 
 def _tail(log_p: Float[Tensor, "N K"], is_all: bool) -> Column:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from opd.config.loss import SampledReverseKLConfig, SFTConfig
 from opd.errors import OpdError
-from opd.loss.base import Loss, Needs, RolloutTokens, RowLoss, check_full, check_ids, check_rows, vocabulary
+from opd.loss.base import (
+    Loss,
+    Needs,
+    RolloutTokens,
+    RowLoss,
+    check_full,
+    check_ids,
+    check_rows,
+    check_vector,
+    vocabulary,
+)
 from opd.loss.chunked import Chunk, Objective, Terms, rowwise
 from opd.loss.gate import gated, gated_tokens
 from opd.loss.head import Head
@@ -44,13 +54,13 @@ def token_logp(
 
 def _token_objective(hidden_ND: Tensor, head: Head | None, ids_N: Tensor, temperature: float) -> Objective:
     """log q(y), with the student's entropy as a metric; d log q_y / dz_j = (1[j = y] − q_j) / τ."""
-    check_rows("The log-probability of sampled tokens", hidden_ND.shape[0], ids_N.shape[0])
+    check_vector("The log-probability of sampled tokens", "ids", ids_N, hidden_ND.shape[0])
     check_ids("The log-probability of sampled tokens", ids_N, vocabulary(hidden_ND, head))
 
     def objective(chunk: Chunk) -> Terms:
         ids_N1, student = ids_N[chunk.rows, None], chunk.student
         stats = student.stats(temperature)
-        values_N1 = student.at(ids_N1).div_(temperature) - stats.log_total
+        values_N1 = student.log_prob_at(ids_N1, temperature)
         one = torch.ones_like(values_N1)
 
         def gradient(tile: slice) -> Tensor:
@@ -135,7 +145,7 @@ class SampledReverseKL(Loss):
     ) -> Float[Tensor, " N"]:
         """[N] nats: what the teacher gave each sampled token, looked up where it gave the whole distribution."""
         if isinstance(teacher, Sampled):
-            check_rows(self.name, ids_N.shape[0], teacher.logp_N.shape[0])
+            check_vector(self.name, "the teacher's log-probabilities", teacher.logp_N, len(ids_N))
             return teacher.logp_N
         full: Full = check_full(self.name, hidden_ND, head, teacher)
         return token_logp(full.hidden_ND, full.head, ids_N, self.config.temperature, self._chunk_bytes)
@@ -153,7 +163,7 @@ class SampledReverseKL(Loss):
         if config.group_baseline:
             if rollout.baseline_N is None:
                 raise _missing(self.name, "the baseline of each token", "RolloutTokens(..., baseline_N=...)")
-            check_rows(self.name, log_q_N.shape[0], rollout.baseline_N.shape[0])
+            check_vector(self.name, "the baseline", rollout.baseline_N, len(log_q_N))
             advantage_N = advantage_N - rollout.baseline_N.to(log_q_N.dtype)
         if config.max_advantage is not None:
             clipped_N |= advantage_N.abs() > config.max_advantage
@@ -163,7 +173,7 @@ class SampledReverseKL(Loss):
                 raise _missing(
                     self.name, "what the sampler's log-probabilities were", "RolloutTokens(..., behavior_logp_N=...)"
                 )
-            check_rows(self.name, log_q_N.shape[0], rollout.behavior_logp_N.shape[0])
+            check_vector(self.name, "the sampler's log-probabilities", rollout.behavior_logp_N, len(log_q_N))
             ratio_N = (log_q_N - rollout.behavior_logp_N.to(log_q_N.dtype)).exp()
             metrics["importance_ratio"] = ratio_N
             clipped_N |= ratio_N > config.importance.clip

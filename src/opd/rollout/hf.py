@@ -100,13 +100,16 @@ class HfSampler:
         done: dict[int, Completion] = {}
         with eval_mode(self._model), self._weights(), compute_dtype(self._device, self._dtype):
             # An adapter on the head may be merged or off under these weights.
-            self._head = self._head.reread(self._model)
-            for start in range(0, len(order), batch_size):
-                batch = order[start : start + batch_size]
-                completions = self._decode([prompts[i] for i in batch], [seeds[i] for i in batch], sampling)
-                done.update(zip(batch, completions, strict=True))
-                if on_batch is not None:
-                    on_batch(batch, completions)
+            own, self._head = self._head, self._head.reread(self._model)
+            try:
+                for start in range(0, len(order), batch_size):
+                    batch = order[start : start + batch_size]
+                    completions = self._decode([prompts[i] for i in batch], [seeds[i] for i in batch], sampling)
+                    done.update(zip(batch, completions, strict=True))
+                    if on_batch is not None:
+                        on_batch(batch, completions)
+            finally:
+                self._head = own
         return [done[index] for index in range(len(prompts))]
 
     def _decode(

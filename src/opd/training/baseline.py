@@ -58,7 +58,9 @@ def baselines(
     )
     problem_S = torch.tensor([_number(rollout.pair.problem.id) for rollout in rollouts], device=device)
     same_SM = problem_S[:, None] == ranks.gather(problem_S)
-    baseline_S = leave_one_out(same_SM.double() @ ranks.gather(own_S2), own_S2).to(log_p_N)
+    # Where, not a product: 0 times a NaN of another problem would be NaN.
+    group_S2 = torch.where(same_SM[..., None], ranks.gather(own_S2), 0.0).sum(1)
+    baseline_S = leave_one_out(group_S2, own_S2).to(log_p_N)
     return [value.expand(length) for value, length in zip(baseline_S, lengths, strict=True)]
 
 
