@@ -18,8 +18,9 @@ from torch import Tensor
 
 from opd.loss.head import Head, statistics_dtype
 
-# Probability zero counts as exp(-10,000): 0·log 0 is 0, and a divergence that is infinite (one side excludes what the
-# other expects) is large and finite, with a finite gradient that leads away from it. No other row is touched.
+# A logit of −inf counts as the largest of its row less 10,000: 0·log 0 is 0, and a divergence that is infinite (one side
+# excludes what the other expects) is large and finite, with a finite gradient that leads away from it. No other row is
+# touched.
 LOG_ZERO = -1e4
 
 # Rows of the weight that one product takes: enough to run at full speed, and few enough to stay in the cache meanwhile.
@@ -125,7 +126,7 @@ class Logits:
         return self.scaled(tile, temperature, into)
 
     def stats(self, temperature: float) -> Stats:
-        """Normaliser and entropy of softmax(logits/τ); a logit of −inf becomes a probability of exp(`LOG_ZERO`)."""
+        """Normaliser and entropy of softmax(logits/τ); a logit of −inf becomes the largest plus `LOG_ZERO`."""
         if temperature not in self._stats:
             stats = self._measure(temperature)
             # An outcome of probability zero makes its row's entropy NaN (0 · −inf): a look at N numbers saves a pass.
