@@ -18,9 +18,9 @@ from torch import Tensor
 
 from opd.loss.head import Head, statistics_dtype
 
-# A logit of −inf counts as the largest of its row less 10,000: 0·log 0 is 0, and a divergence that is infinite (one side
-# excludes what the other expects) is large and finite, with a finite gradient that leads away from it. No other row is
-# touched.
+# A logit of −inf counts as the largest of its row less 10,000: 0·log 0 is 0, and a divergence that is infinite (one
+# side excludes what the other expects) is large and finite, with a finite gradient that leads away from it. No other
+# row is touched.
 LOG_ZERO = -1e4
 
 # Rows of the weight that one product takes: enough to run at full speed, and few enough to stay in the cache meanwhile.
