@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import io
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +22,7 @@ from opd.config.load import find_recipe, load_recipe
 from opd.config.schema import FileSource, Recipe
 from opd.config.shape import all_keys
 from opd.errors import OpdError
+from script_modules import imported
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -61,14 +60,8 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("docs_options", ROOT / "scripts" / "docs_options.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with imported("docs_options") as module:
+        yield module
 
 
 def test_the_page_of_options_is_up_to_date(script: ModuleType) -> None:

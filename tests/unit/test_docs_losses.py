@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -17,6 +16,7 @@ from opd.config import loss as configs
 from opd.config.base import Config
 from opd.loss import LOSSES
 from opd.loss.clip import CLIPS
+from script_modules import imported
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "losses.md"
@@ -26,14 +26,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("docs_clips", ROOT / "scripts" / "docs_clips.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with imported("docs_clips") as module:
+        yield module
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------

@@ -70,10 +70,14 @@ def solution_weight(loss: LossConfig) -> float:
     return sum(part.weight for part in loss.parts if isinstance(part.loss, SFTConfig))
 
 
+def losses_of(loss: LossConfig) -> list[PartConfig]:
+    """The losses that a loss is the sum of: the parts of a mix, or itself."""
+    return [part.loss for part in loss.parts] if isinstance(loss, MixConfig) else [loss]
+
+
 def temperatures(loss: LossConfig) -> str:
     """What divides the logits of both sides in a loss; of a mix, part by part."""
-    parts = [part.loss for part in loss.parts] if isinstance(loss, MixConfig) else [loss]
-    return ", ".join("1" if isinstance(part, SFTConfig) else f"{part.temperature:g}" for part in parts)
+    return ", ".join("1" if isinstance(part, SFTConfig) else f"{part.temperature:g}" for part in losses_of(loss))
 
 
 def formula(loss: LossConfig) -> str:

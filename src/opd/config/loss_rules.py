@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from opd.config.faults import Fault
 from opd.config.findings import Rule, Warning_
-from opd.config.formula import on_policy
+from opd.config.formula import losses_of, on_policy
 from opd.config.loss import (
     DivergenceConfig,
     EntropyGate,
@@ -104,7 +104,7 @@ def _gates_open(mask: MaskConfig) -> Iterator[Fault]:
 
 
 def _gates_can_see(mask: MaskConfig, loss: LossConfig) -> Iterator[Fault]:
-    parts = [part.loss for part in loss.parts] if isinstance(loss, MixConfig) else [loss]
+    parts = losses_of(loss)
     if mask.teacher_entropy is not None and not any(isinstance(part, DivergenceConfig) for part in parts):
         yield Fault(
             "`loss.mask.teacher_entropy` cannot be computed",

@@ -103,6 +103,12 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
+def _load(ptr, place, stride, valid):
+    """A block of a row's logits in float32; −inf behind its end."""
+    return tl.load(ptr + place * stride, mask=valid, other=-float("inf")).to(tl.float32)
+
+
+@_jit
 def _log_prob(z, inv_temperature, maximum, log_sum, ZERO: tl.constexpr):
     """log softmax; a logit of −inf counts as the largest one plus ZERO."""
     x = z * inv_temperature
@@ -203,10 +209,9 @@ def _rows(
     for start in range(0, num_tokens, BLOCK):
         place = start + tl.arange(0, BLOCK)
         valid = place < num_tokens
-        s = tl.load(s_ptr + place * s_token, mask=valid, other=-float("inf")).to(tl.float32)
-        t = tl.load(t_ptr + place * t_token, mask=valid, other=-float("inf")).to(tl.float32)
-        log_q = _log_prob(s, inv_temperature, s_max, s_log, ZERO)
-        value, slope, _q = _entries(log_q, _log_prob(t, inv_temperature, t_max, t_log, ZERO), weight, KIND)
+        log_q = _log_prob(_load(s_ptr, place, s_token, valid), inv_temperature, s_max, s_log, ZERO)
+        log_p = _log_prob(_load(t_ptr, place, t_token, valid), inv_temperature, t_max, t_log, ZERO)
+        value, slope, _q = _entries(log_q, log_p, weight, KIND)
         unclipped += tl.sum(tl.where(valid, value, 0.0), axis=0)
         slopes += tl.sum(tl.where(valid, slope, 0.0), axis=0)
     factor, value = 1.0, unclipped
@@ -222,10 +227,10 @@ def _rows(
     for start in range(0, num_tokens, BLOCK):
         place = start + tl.arange(0, BLOCK)
         valid = place < num_tokens
-        s = tl.load(s_ptr + place * s_token, mask=valid, other=-float("inf")).to(tl.float32)
-        t = tl.load(t_ptr + place * t_token, mask=valid, other=-float("inf")).to(tl.float32)
+        s = _load(s_ptr, place, s_token, valid)
         log_q = _log_prob(s, inv_temperature, s_max, s_log, ZERO)
-        _value, slope, q = _entries(log_q, _log_prob(t, inv_temperature, t_max, t_log, ZERO), weight, KIND)
+        log_p = _log_prob(_load(t_ptr, place, t_token, valid), inv_temperature, t_max, t_log, ZERO)
+        _value, slope, q = _entries(log_q, log_p, weight, KIND)
         grad = (slope - q * slopes) * inv_temperature
         squares += tl.sum(tl.where(valid, grad * grad, 0.0), axis=0)
         grad = grad * factor * value_scale * head_scale

@@ -248,16 +248,14 @@ def _blocks(tile_Nv: Float[Tensor, "N v"]) -> Float[Tensor, "threads part N"]:
     return tile_Nv.T.unflatten(0, (threads if width % threads == 0 else 1, -1))
 
 
-def put(
-    tile_Nv: Tensor, scratch: Scratch, name: str, ids_NK: Tensor, tile: slice, value: float | Tensor, add: bool = False
-) -> None:
-    """Write (or add) a value at those of each row's tokens that lie in the tile that the named buffer holds."""
+def put(tile_Nv: Tensor, scratch: Scratch, name: str, ids_NK: Tensor, tile: slice, value: float | Tensor) -> None:
+    """Write a number at, or add [N, K] to, those of each row's tokens that lie in the tile that the buffer holds."""
     num_rows, width = tile_Nv.shape
     wide_Nv = scratch.take(name, num_rows, width + 1)
     local_NK = ids_NK - tile.start
     local_NK = torch.where((local_NK >= 0) & (local_NK < width), local_NK, width)
     if isinstance(value, Tensor):
-        wide_Nv.scatter_add_(-1, local_NK, value) if add else wide_Nv.scatter_(-1, local_NK, value)
+        wide_Nv.scatter_add_(-1, local_NK, value)
     else:
         wide_Nv.scatter_(-1, local_NK, value)
 

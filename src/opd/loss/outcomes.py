@@ -18,7 +18,7 @@ from torch import Tensor
 from opd.config.loss import TopKSupport
 from opd.loss.chunked import Chunk
 from opd.loss.divergence import Pair
-from opd.loss.logits import LOG_ZERO, Logits, put, row_square
+from opd.loss.logits import LOG_ZERO, Logits, Scratch, put, row_square
 from opd.types import Full, TopK
 
 Column = Float[Tensor, "N 1"]
@@ -148,9 +148,14 @@ class TopKOutcomes:
         else:
             log_q, log_p = log_q.log_softmax(-1), log_p.log_softmax(-1)
         self._log_q, self._log_p = log_q.clamp(min=LOG_ZERO), log_p.clamp(min=LOG_ZERO)
-        # Of a teacher that gives no more than its likeliest tokens, the entropy over the outcomes is all there is.
-        coarse = -(self._log_p.exp() * self._log_p).sum(-1, keepdim=True)
-        self.entropy_teacher = coarse if scores is None else scores.stats(temperature).entropy
+        # Outcomes may be more than a tile holds, so their buffers are their own.
+        num_rows, width = self._log_q.shape
+        self._outcome_scratch = Scratch(num_rows, width, self._log_q.dtype, self._log_q.device)
+        if scores is None:
+            # Of a teacher that gives no more than its likeliest tokens, the entropy over the outcomes is all there is.
+            self.entropy_teacher = -(self._log_p.exp() * self._log_p).sum(-1, keepdim=True)
+        else:
+            self.entropy_teacher = scores.stats(temperature).entropy
 
     def pairs(self) -> Iterator[Pair]:
         """All outcomes at once, in tensors of their own."""
@@ -158,7 +163,7 @@ class TopKOutcomes:
         is_bucket = None
         if self._rest is not None:
             is_bucket = torch.arange(width, device=self._log_q.device) == width - 1
-        yield _SmallPair(self._log_q.clone(), self._log_p.clone(), self._scratch, is_bucket)
+        yield Pair(self._log_q.clone(), self._log_p.clone(), self._outcome_scratch, is_bucket)
 
     def teacher_head(self, mass: float) -> Column:
         """As for the whole vocabulary, among the tokens of the support."""
@@ -192,7 +197,7 @@ class TopKOutcomes:
                 grad = self._shares(tile, "grad").mul_(bucket)
                 put(grad, self._scratch, "grad", self._ids_NK, tile, 0.0)
             # Added, since a token that stands in the support twice has its gradient in one place and 0 in the other.
-            put(grad, self._scratch, "grad", self._ids_NK, tile, tokens, add=True)
+            put(grad, self._scratch, "grad", self._ids_NK, tile, tokens)
             return grad
 
         return tile_gradient
@@ -216,13 +221,6 @@ class TopKOutcomes:
         new_before = torch.cat([before[:, :-1], before[:, -1:] * spread], -1)
         same = after is before
         norms.add(new_before, new_before if same else torch.cat([after[:, :-1], after[:, -1:] * spread], -1))
-
-
-class _SmallPair(Pair):
-    """A pair over the outcomes of a support: wider than a tile it may be, so its buffers are tensors of its own."""
-
-    def buffer(self, name: str) -> Tensor:  # noqa: ARG002
-        return torch.empty_like(self.log_q)
 
 
 def _support(

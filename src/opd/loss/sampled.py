@@ -65,7 +65,7 @@ def _token_objective(hidden_ND: Tensor, head: Head | None, ids_N: Tensor, temper
 
         def gradient(tile: slice) -> Tensor:
             grad_Nv = student.log_prob(tile, temperature, "grad").exp_().neg_()
-            put(grad_Nv, student.scratch, "grad", ids_N1, tile, one, add=True)
+            put(grad_Nv, student.scratch, "grad", ids_N1, tile, one)
             return grad_Nv if temperature == 1.0 else grad_Nv.div_(temperature)
 
         return Terms(values_N1[:, 0], gradient, {"entropy_student": stats.entropy[:, 0]})

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opd.config.loss import LossConfig, MixConfig, SampledReverseKLConfig
+from opd.config.formula import losses_of
+from opd.config.loss import LossConfig, SampledReverseKLConfig
 from opd.loss import Full, Sampled, token_logp
 from opd.loss.sampled import discounted, leave_one_out
 from opd.training.batch import realised_tokens, rows_on, scored_rows, select
@@ -21,8 +22,9 @@ from opd.types import Alignment, Rollout, TeacherScores
 
 def baseline_config(loss: LossConfig) -> SampledReverseKLConfig | None:
     """The part of a loss that subtracts a baseline, if there is one; several mean the same advantage (a rule)."""
-    parts = [part.loss for part in loss.parts] if isinstance(loss, MixConfig) else [loss]
-    with_baseline = (part for part in parts if isinstance(part, SampledReverseKLConfig) and part.group_baseline)
+    with_baseline = (
+        part for part in losses_of(loss) if isinstance(part, SampledReverseKLConfig) and part.group_baseline
+    )
     return next(with_baseline, None)
 
 
